@@ -1,0 +1,1 @@
+"""elastic_spark: elastic PyTorch training on Spark executors that come and go."""

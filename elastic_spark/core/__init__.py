@@ -1,0 +1,1 @@
+"""The pure heart: decisions, data order, figures. Standard library and numpy only; no clock, file, network or environment."""

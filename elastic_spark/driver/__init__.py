@@ -1,0 +1,1 @@
+"""What runs on the Spark driver: the controller, the Spark adapter, the rendezvous of each generation."""

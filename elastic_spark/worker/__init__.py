@@ -1,0 +1,1 @@
+"""What runs in the Horovod worker process beside the user's function."""
