@@ -38,7 +38,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStarted(Event):
-    """A driver took up the job. ``resumed_from`` is the checkpoint it goes on from, ``config`` the resolved options."""
+    """A driver took up the job. ``resumed_from`` is the checkpoint it goes on from, ``config`` the resolved options.
+
+    ``resumed_cursors[dataset] = (epoch, offset)`` is the next global batch after ``resumed_step``.
+    """
 
     job_name: str
     job_id: str
@@ -48,13 +51,18 @@ class JobStarted(Event):
     max_num_proc: int
     resumed_from: str | None = None
     resumed_step: int = 0
+    resumed_cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFrozen(Event):
-    """A data set with its frozen order. ``steps_per_epoch`` global batches of ``global_batch`` rows (the last ones fewer)."""
+    """A data set with its frozen order: ``steps_per_epoch`` global batches of ``global_batch`` rows, the last ones fewer.
+
+    ``rows_by_step_tail`` holds the rows of the last ``len(rows_by_step_tail)`` global batches of an epoch, where lanes
+    of unequal length end at different steps. Empty: only the very last one may be short.
+    """
 
     dataset: str
     rows: int
@@ -64,6 +72,7 @@ class DatasetFrozen(Event):
     global_batch: int
     steps_per_epoch: int
     row_groups: int
+    rows_by_step_tail: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
