@@ -1,0 +1,145 @@
+"""Which rows were trained how often: guarantee G1, audited from the facts about steps alone.
+
+The *final history* is what is left of all committed steps after every roll-back, so a step that was undone and made
+again counts once. It is kept as segments, one per event, 8 bytes a step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_spark.core import events as ev
+
+
+def expected_rows(frozen: ev.DatasetFrozen, offset: int) -> int:
+    """Rows of the global batch at ``offset``, from 0; 0 outside of ``0 <= offset < steps_per_epoch``.
+
+    ``rows_by_step_tail[offset - (steps_per_epoch - len(tail))]`` where the tail reaches, ``global_batch`` before it.
+    Without a tail ``min(global_batch, rows - offset * global_batch)``.
+    """
+    if not 0 <= offset < frozen.steps_per_epoch:
+        return 0
+    into_tail = offset - (frozen.steps_per_epoch - len(frozen.rows_by_step_tail))
+    if into_tail >= 0:
+        return frozen.rows_by_step_tail[into_tail]
+    if frozen.rows_by_step_tail:
+        return frozen.global_batch
+    return max(0, min(frozen.global_batch, frozen.rows - offset * frozen.global_batch))
+
+
+def audit_epoch(
+    frozen: ev.DatasetFrozen, epoch: int, counts: Mapping[int, int], *, finished: bool, inherited: int
+) -> dict[str, Any]:
+    """How often the rows of one epoch are in the final history. ``counts[offset]`` is the number of commits of a batch.
+
+    * ``rows_once``, ``rows_twice``: rows of the batches committed exactly once; more than once (each row counted once).
+    * ``rows_total``: rows trained = sum over offsets of count * rows.
+    * ``rows_never``: rows of the batches without a commit in a *finished* epoch; in the others they are ``rows_open``.
+    * ``rows_inherited``: rows of the batches before ``inherited`` (an offset) that have no commit in this log.
+
+    An epoch is finished when its last batch is committed, or any batch of a later epoch of the data set. So a function
+    that returns in the middle of an epoch leaves open rows, and no lost ones.
+    """
+    out = dict.fromkeys(("rows_total", "rows_once", "rows_twice", "rows_never", "rows_open", "rows_inherited"), 0)
+    for offset in range(frozen.steps_per_epoch):
+        rows, count = expected_rows(frozen, offset), counts.get(offset, 0)
+        out["rows_total"] += rows * count
+        if count:
+            out["rows_once" if count == 1 else "rows_twice"] += rows
+        elif offset < inherited:
+            out["rows_inherited"] += rows
+        else:
+            out["rows_never" if finished else "rows_open"] += rows
+    return {"dataset": frozen.dataset, "epoch": epoch, "rows": frozen.rows, "finished": finished, **out}
+
+
+def audit_rows(
+    frozen: Mapping[str, ev.DatasetFrozen],
+    committed: Iterable[tuple[str, int, int, int]],
+    inherited: Mapping[str, tuple[int, int]],
+) -> list[dict[str, Any]]:
+    """`audit_epoch` of every epoch from the first to the last one seen, per data set.
+
+    ``committed`` holds ``(dataset, epoch, first_offset, batches)`` of the final history; ``inherited[dataset]`` is the
+    cursor ``(epoch, offset)`` at which this log begins. Data sets that were never frozen cannot be audited: left out.
+    """
+    counts: dict[str, dict[int, Counter[int]]] = {name: {} for name in frozen}
+    for name, epoch, first, batches in committed:
+        if name in frozen:
+            counts[name].setdefault(epoch, Counter()).update(range(first, first + batches))
+    out = []
+    for name, by_epoch in counts.items():
+        last = max(by_epoch, default=-1)
+        start_epoch, start_offset = inherited.get(name, (min(by_epoch, default=0), 0))
+        for epoch in range(min(start_epoch, *by_epoch) if by_epoch else 0, last + 1):
+            seen = by_epoch.get(epoch, Counter())
+            finished = epoch < last or seen[frozen[name].steps_per_epoch - 1] > 0
+            before = start_offset if epoch == start_epoch else 0
+            out.append(audit_epoch(frozen[name], epoch, seen, finished=finished, inherited=before))
+    return out
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive steps of the final history: one event, or what a roll-back left of it."""
+
+    first: int
+    times: array[float]
+    cursors: Mapping[str, tuple[int, int]]
+
+    def cut(self, to_step: int) -> Segment | None:
+        """Without the steps after ``to_step``."""
+        keep = to_step - self.first + 1
+        return Segment(self.first, self.times[:keep], self.cursors) if keep > 0 else None
+
+
+class History:
+    """The final history, and what roll-backs cost: steps, rows and seconds (RPO)."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.top = 0
+        self.steps_lost = 0
+        self.rows_lost = 0
+        self.seconds_lost = 0.0
+        self._newest_loss: int | None = None  # steps of the newest roll-back, while nothing was committed since
+
+    def add(self, event: ev.StepsCommitted) -> None:
+        if event.times:
+            self.segments.append(Segment(event.first_step, array("d", event.times), event.cursors))
+            self.top = max(self.top, event.first_step + len(event.times) - 1)
+            self._newest_loss = None
+
+    def roll_back(self, from_step: int, to_step: int, frozen: Mapping[str, ev.DatasetFrozen]) -> None:
+        """RPO: ``max(from_step, newest step) - to_step`` steps; the rows of those in the log; seconds from the last
+        commit that stays (else the first that goes) to the last that goes. Said twice (by a new driver and by its
+        controller) it counts once."""
+        steps = max(0, max(from_step, self.top) - to_step)
+        counted = self._newest_loss if self._newest_loss is not None and self.top == to_step else 0
+        self.steps_lost += max(0, steps - (counted or 0))
+        self._newest_loss = max(steps, counted or 0)
+        kept, gone = [], []
+        for segment in self.segments:
+            left = segment.cut(to_step)
+            if left is not None:
+                kept.append(left)
+            done = len(left.times) if left is not None else 0
+            gone += list(segment.times[done:])
+            for name, (_, offset) in segment.cursors.items():
+                if name in frozen:
+                    self.rows_lost += sum(
+                        expected_rows(frozen[name], offset + i) for i in range(done, len(segment.times))
+                    )
+        if gone:
+            self.seconds_lost += max(gone) - (kept[-1].times[-1] if kept else min(gone))
+        self.segments, self.top = kept, to_step
+
+    def batches(self) -> Iterable[tuple[str, int, int, int]]:
+        """``(dataset, epoch, first_offset, batches)`` of every segment."""
+        for segment in self.segments:
+            for name, (epoch, offset) in segment.cursors.items():
+                yield name, epoch, offset, len(segment.times)
