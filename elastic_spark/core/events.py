@@ -131,7 +131,14 @@ class WorkerLost(Event):
 
 
 #: Why a worker was lost.
-LOSS_CAUSES = ("executor lost", "process died", "exited without returning", "frozen", "collective failed", "did not reset")
+LOSS_CAUSES = (
+    "executor lost",
+    "process died",
+    "exited without returning",
+    "frozen",
+    "collective failed",
+    "did not reset",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
