@@ -55,7 +55,7 @@ def recovery_time(times: Sequence[float], stop: int, end: int, capacity: float) 
 
     ``times`` are all commits in order and ``times[stop]`` is the last one before the pause, so the unknown moment of
     the fault is taken at its earliest. Back at commit j when
-    ``1 / median(next AFTER gaps) >= BACK * capacity / median(last BEFORE gaps)``, RTO = ``times[j] - times[stop]``.
+    ``1 / mean(next AFTER gaps) >= BACK * capacity / median(last BEFORE gaps)``, and RTO = ``times[j] - times[stop]``.
     ``capacity`` is ``min(1, workers after / workers before)`` for the RTO per surviving capacity, 1 for the absolute.
     """
     before = [
@@ -66,7 +66,7 @@ def recovery_time(times: Sequence[float], stop: int, end: int, capacity: float) 
         return None
     limit = median(before) / (BACK * capacity)
     for j in range(stop + 1, end - AFTER):
-        if median(times[i + 1] - times[i] for i in range(j, j + AFTER)) <= limit:
+        if times[j + AFTER] - times[j] <= AFTER * limit:
             return times[j] - times[stop]
     return None
 
