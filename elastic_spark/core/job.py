@@ -534,7 +534,10 @@ def _on_draining(turn: _Turn, happened: Draining) -> None:
         if agent.executor == happened.executor and not agent.draining:
             turn.put_agent(replace(agent, draining=True))
             if agent.worker is not None and agent.worker in turn.job.workers:
-                turn.record(ev.WorkerDraining(at=turn.now, worker=agent.worker, reason=happened.reason))
+                worker = turn.job.workers[agent.worker]
+                turn.record(ev.WorkerDraining(at=turn.now, worker=worker.id, reason=happened.reason))
+                if worker.stage in (Stage.WARMING, Stage.READY):
+                    _dismiss_draining(turn, worker)
     live = turn.job.live_members()
     if live and all(_is_draining(turn.job, member) for member in live):
         turn.do(SaveNow(live[0].id))
@@ -824,9 +827,7 @@ def _form(turn: _Turn, live: list[Worker], staying: list[Worker], newcomers: lis
         return
     cause = job.ending or "start"
     for member in left:
-        turn.set(workers={name: other for name, other in turn.job.workers.items() if name != member.id})
-        turn.record(ev.WorkerLeft(at=turn.now, worker=member.id, reason="draining"))
-        turn.do(Dismiss(member.id, "draining"))
+        _dismiss_draining(turn, member)
     for name in job.members:  # finished under a rank 0 that was lost: what they returned is superseded
         if name in turn.job.workers and turn.job.workers[name].stage is Stage.DONE:
             done = turn.job.workers[name]
@@ -850,6 +851,17 @@ def _form(turn: _Turn, live: list[Worker], staying: list[Worker], newcomers: lis
         )
     )
     turn.set(generation=job.generation + 1, members=names, ending=None, broken=False, lost=(), formed_step=held)
+
+
+def _dismiss_draining(turn: _Turn, worker: Worker) -> None:
+    """In good order: the worker, then its agent, so that the executor can go; the slot is asked for again elsewhere."""
+    turn.set(
+        workers={name: other for name, other in turn.job.workers.items() if name != worker.id},
+        agents={name: other for name, other in turn.job.agents.items() if name != worker.agent},
+    )
+    turn.record(ev.WorkerLeft(at=turn.now, worker=worker.id, reason="draining"))
+    turn.do(Dismiss(worker.id, "draining"))
+    turn.do(Release(worker.agent, "draining"))
 
 
 def _resets_allowed(turn: _Turn, held: int, *, changed: bool) -> bool:

@@ -1,0 +1,189 @@
+"""`JobConfig`: everything that can be configured, once.
+
+The same flat names serve ``es.run(...)`` keywords, a YAML file and the command line's flags. Precedence, lowest first:
+the defaults here, a YAML file, keywords. `JobConfig.resolve` is the only way in, so an unknown option, a wrong type or
+an impossible combination is a `ConfigError` that names both values, before anything starts.
+
+Nothing here reads the environment: what a job does is what its resolved configuration says, and that is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_spark.core.job import Options
+from elastic_spark.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Options of a job; times in seconds.
+
+    Workers, named as in ``horovod.spark.run_elastic``:
+        num_proc: workers wanted; default: the slots that the cluster offers.
+        min_num_proc: with fewer the job waits, and ends after ``elastic_timeout``; default 1.
+        max_num_proc: never more; default ``num_proc``.
+        spares: warm workers beyond ``max_num_proc``, promoted at once when one is lost.
+        start_timeout, elastic_timeout: limits for the first world and for every later change.
+        reset_limit: resets because of lost workers; None: no limit. Drains and joins do not count.
+        user_error_retries: how many errors of the training function are survived by starting its worker anew; the same
+            error at the same step is never tried again.
+        frozen_after_s: silence after which a worker is lost, while others are heard.
+        nics: network interfaces that Horovod may use; default: the one that reaches the driver.
+        env: environment variables for the workers. Nothing of the driver's environment is passed besides.
+
+    Data:
+        global_batch: rows of a step over all workers, whatever their number.
+        lanes: data partitions; fixed for the job; default: a multiple of the largest world.
+        seed, shuffle: the order of rows is a function of these and of the data.
+        cache_dir: directory on the workers' machines for the Arrow cache; default: a temporary directory.
+        data_uri: where a DataFrame is frozen to as Parquet; default: below ``work_dir``. Must be shared storage where
+            executors run on other machines.
+
+    State:
+        checkpoint_uri: shared directory or fsspec URI for checkpoints; default: below ``work_dir``.
+        keep_checkpoints: how many to keep. rpo_target_s, ckpt_budget: the newest is never older than the target unless
+            writing would cost more than this share of the time.
+        job_name: a second start of the same name goes on where the first one was lost; default: a new name each time.
+        work_dir: directory on the driver for logs, and default place of data and checkpoints.
+
+    Tracking:
+        tracking_uri, experiment, run_name: MLflow; default: what MLflow itself is set to, else SQLite in the current
+            directory. tracking: False switches MLflow off.
+        verbose: 0 nothing, 1 progress, 2 also the workers' output.
+    """
+
+    num_proc: int | None = None
+    min_num_proc: int | None = None
+    max_num_proc: int | None = None
+    spares: int = 0
+    start_timeout: float = 600.0
+    elastic_timeout: float = 600.0
+    reset_limit: int | None = None
+    user_error_retries: int = 0
+    frozen_after_s: float = 4.0
+    nics: tuple[str, ...] | None = None
+    env: Mapping[str, str] | None = None
+    global_batch: int = 256
+    lanes: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    cache_dir: str | None = None
+    data_uri: str | None = None
+    checkpoint_uri: str | None = None
+    keep_checkpoints: int = 3
+    rpo_target_s: float = 10.0
+    ckpt_budget: float = 0.01
+    job_name: str | None = None
+    work_dir: str = ".elastic_spark"
+    tracking: bool = True
+    tracking_uri: str | None = None
+    experiment: str | None = None
+    run_name: str | None = None
+    verbose: int = 1
+
+    @classmethod
+    def resolve(cls, file: str | Path | None = None, **options: Any) -> JobConfig:
+        """Defaults, then the YAML ``file``, then ``options``; those that are None say nothing.
+
+        Raises:
+            ConfigError: an unknown option, a wrong type, or values that exclude one another.
+        """
+        given = {**(_read_yaml(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
+        known = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; known are: {', '.join(sorted(known))}")
+        hints = typing.get_type_hints(cls)
+        config = cls(**{name: _as(name, hints[name], value) for name, value in given.items()})
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        for name in ("num_proc", "min_num_proc", "max_num_proc", "global_batch", "lanes", "keep_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+        for name in ("spares", "reset_limit", "user_error_retries"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value}: must not be negative")
+        for name in ("start_timeout", "elastic_timeout", "frozen_after_s", "rpo_target_s", "ckpt_budget"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be positive")
+        for small, large in (
+            ("min_num_proc", "num_proc"),
+            ("num_proc", "max_num_proc"),
+            ("min_num_proc", "max_num_proc"),
+        ):
+            low, high = getattr(self, small), getattr(self, large)
+            if low is not None and high is not None and low > high:
+                raise ConfigError(f"{small}={low} is more than {large}={high}")
+        if self.lanes is not None and self.lanes > self.global_batch:
+            raise ConfigError(f"lanes={self.lanes} is more than global_batch={self.global_batch}")
+
+    def with_workers(self, slots: int) -> JobConfig:
+        """The three numbers of workers filled in, where ``slots`` are offered by the cluster."""
+        num = self.num_proc or max(self.min_num_proc or 1, min(slots, self.max_num_proc or slots))
+        return dataclasses.replace(
+            self,
+            num_proc=num,
+            min_num_proc=self.min_num_proc or 1,
+            max_num_proc=self.max_num_proc or num,
+        )
+
+    def job_options(self) -> Options:
+        """What the pure core needs of it; the numbers of workers must be filled in."""
+        assert self.num_proc is not None and self.min_num_proc is not None and self.max_num_proc is not None
+        return Options(
+            num_proc=self.num_proc,
+            min_num_proc=self.min_num_proc,
+            max_num_proc=self.max_num_proc,
+            start_timeout=self.start_timeout,
+            elastic_timeout=self.elastic_timeout,
+            reset_limit=self.reset_limit,
+            user_error_retries=self.user_error_retries,
+            frozen_after_s=self.frozen_after_s,
+        )
+
+    def public(self) -> dict[str, Any]:
+        """As logged: the values of ``env`` are left out, they may be secrets."""
+        body = dataclasses.asdict(self)
+        body["env"] = sorted(self.env) if self.env else []
+        return body
+
+
+def _read_yaml(file: str | Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        body = yaml.safe_load(Path(file).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error}") from error
+    if not isinstance(body, dict):
+        raise ConfigError(f"the configuration {file} is not a mapping of options")
+    return body
+
+
+def _as(name: str, hint: Any, value: Any) -> Any:
+    """``value`` as the option's type, or a `ConfigError`. Whole numbers pass as floats, lists and sets as tuples."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        base = typing.get_origin(kind) or kind
+        if base is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if base is tuple and isinstance(value, (list, set, tuple)):
+            return tuple(str(item) for item in value)
+        if base is int and isinstance(value, bool):
+            continue
+        if isinstance(value, base):
+            return value
+        if base is str and isinstance(value, Path):
+            return str(value)
+    raise ConfigError(f"{name}={value!r}: expected {hint if isinstance(hint, types.UnionType) else hint.__name__}")

@@ -1,0 +1,117 @@
+"""The ledger of committed steps: reports of the ranks in, facts out. Pure.
+
+Every rank reports each of its commits. A step counts as committed once all members of the generation have reported it,
+or once the next generation starts from a state that holds it. What only a lost rank had reached never was committed:
+its rows are trained again, once. A generation that starts *below* what had counted as committed is a roll-back, and
+said so: this is where "no committed step lost" is checked, by the figures themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from elastic_spark.core import events as ev
+
+
+@dataclass(frozen=True)
+class Report:
+    """One commit of one rank. ``cursors[dataset] = (epoch, offset)`` of the global batch that the step consumed."""
+
+    step: int
+    at: float
+    rows: int = 0
+    cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class Ledger:
+    """Not thread-safe: the controller's own."""
+
+    def __init__(self, committed: int = 0) -> None:
+        self.committed = committed
+        self._generation = 0
+        self._members: frozenset[str] = frozenset()
+        self._pending: dict[int, dict[str, Report]] = {}
+
+    def report(self, worker: str, generation: int, reports: Iterable[Report]) -> None:
+        """Take down what a member reports; strangers and older generations are passed over."""
+        if generation != self._generation or worker not in self._members:
+            return
+        for item in reports:
+            if item.step > self.committed:
+                self._pending.setdefault(item.step, {})[worker] = item
+
+    def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
+        """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""
+        wanted = self._members - gone
+        steps = []
+        while wanted and wanted <= self._pending.get(self.committed + len(steps) + 1, {}).keys():
+            steps.append(self.committed + len(steps) + 1)
+        return self._commit(steps, now)
+
+    def begin(self, generation: int, members: Iterable[str], step: int, cause: str, now: float) -> list[ev.Event]:
+        """A generation starts from the state of ``step``: what leads up to it is committed, what lies beyond is not."""
+        steps = []
+        while self.committed + len(steps) < step and self.committed + len(steps) + 1 in self._pending:
+            steps.append(self.committed + len(steps) + 1)
+        facts = self._commit(steps, now)
+        if step < self.committed:
+            facts.append(ev.StepsRolledBack(at=now, from_step=self.committed, to_step=step, cause=cause))
+        self.committed = step
+        self._generation, self._members, self._pending = generation, frozenset(members), {}
+        return facts
+
+    def close(self, now: float) -> list[ev.Event]:
+        """The job ends: every step that any member reported was committed there."""
+        steps = []
+        while self.committed + len(steps) + 1 in self._pending:
+            steps.append(self.committed + len(steps) + 1)
+        return self._commit(steps, now)
+
+    def _commit(self, steps: list[int], now: float) -> list[ev.Event]:
+        facts: list[ev.Event] = []
+        run: list[tuple[int, dict[str, Report]]] = []
+        for step in steps:
+            reports = self._pending.pop(step)
+            if run and not _continues(run[-1][1], reports):
+                facts.append(self._fact(run, now))
+                run = []
+            run.append((step, reports))
+            values = _means(reports)
+            if values:
+                facts.append(ev.MetricsReported(at=now, step=step, values=values))
+        if run:
+            facts.append(self._fact(run, now))
+        if steps:
+            self.committed = steps[-1]
+        return facts
+
+    def _fact(self, run: list[tuple[int, dict[str, Report]]], now: float) -> ev.StepsCommitted:
+        first_step, first_reports = run[0]
+        return ev.StepsCommitted(
+            at=now,
+            generation=self._generation,
+            first_step=first_step,
+            times=tuple(min(item.at for item in reports.values()) for _, reports in run),
+            cursors=_cursors(first_reports),
+            rows=sum(item.rows for _, reports in run for item in reports.values()),
+        )
+
+
+def _cursors(reports: Mapping[str, Report]) -> Mapping[str, tuple[int, int]]:
+    return next(iter(reports.values())).cursors
+
+
+def _continues(before: Mapping[str, Report], after: Mapping[str, Report]) -> bool:
+    """Whether the second step consumed, in every data set, the global batch after the first one's."""
+    old, new = _cursors(before), _cursors(after)
+    return old.keys() == new.keys() and all(new[name] == (epoch, offset + 1) for name, (epoch, offset) in old.items())
+
+
+def _means(reports: Mapping[str, Report]) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for item in reports.values():
+        for name, value in item.values.items():
+            sums.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
