@@ -140,7 +140,9 @@ class JobConfig:
 
     def job_options(self) -> Options:
         """What the pure core needs of it; the numbers of workers must be filled in."""
-        assert self.num_proc is not None and self.min_num_proc is not None and self.max_num_proc is not None
+        assert self.num_proc is not None
+        assert self.min_num_proc is not None
+        assert self.max_num_proc is not None
         return Options(
             num_proc=self.num_proc,
             min_num_proc=self.min_num_proc,

@@ -1,0 +1,166 @@
+"""The agent: the Spark task that hosts one worker for as long as the job wants it.
+
+It decides nothing. It connects to the driver, starts and kills worker processes when told to, and reports what it sees:
+a heartbeat with each worker's processor time, output, exits. When the driver is gone or says stop, everything that it
+started is gone a moment later, and the task ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_spark.agent.process import WorkerProcess, sweep
+from elastic_spark.errors import ProtocolError
+from elastic_spark.transport import Channel
+
+HEARTBEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What an agent needs to know; travels in the task's closure, inside Spark.
+
+    payload: broadcast variable, or the bytes themselves, of the pickled function and arguments, handed on unopened.
+    """
+
+    job_id: str
+    address: tuple[str, int]
+    key: bytes = field(repr=False)
+    payload: Any = field(repr=False)
+    worker: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def payload_bytes(self) -> bytes:
+        data = self.payload if isinstance(self.payload, bytes) else self.payload.value
+        assert isinstance(data, bytes)
+        return data
+
+
+def run_agent(launch: Launch, slot: int, attempt: int, resources: dict[str, list[str]]) -> Iterator[str]:
+    """The body of the task. Yields one line when it ends in good order."""
+    hello = {
+        "role": "agent",
+        "slot": slot,
+        "attempt": attempt,
+        "host": socket.gethostname(),
+        "executor": executor_id(),
+        "pid": os.getpid(),
+    }
+    channel = Channel.connect(launch.address, launch.key, hello)
+    mark = f"{launch.job_id}/slot-{slot}/"
+    sweep(mark)  # what a killed attempt of this same slot may have left on this machine
+    agent = _Agent(launch, channel, resources, mark)
+    try:
+        yield agent.serve()
+    finally:
+        agent.stop()
+
+
+class _Agent:
+    def __init__(self, launch: Launch, channel: Channel, resources: dict[str, list[str]], mark: str) -> None:
+        self._mark = mark
+        self._launch, self._channel, self._resources = launch, channel, resources
+        self._processes: dict[int, WorkerProcess] = {}
+        self._ticks: dict[str, int | None] = {}
+
+    def serve(self) -> str:
+        heartbeat_at = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= heartbeat_at:
+                heartbeat_at = now + HEARTBEAT_S
+                self._heartbeat()
+            wait_s = max(0.0, heartbeat_at - time.monotonic())
+            ready, _, _ = select.select([self._channel.fileno(), *self._processes], [], [], wait_s)
+            for descriptor in ready:
+                if descriptor in self._processes:
+                    self._report_exit(descriptor)
+            while (frame := self._channel.receive(0.0)) is not None:
+                reason = self._obey(frame[0])
+                if reason is not None:
+                    return reason
+
+    def _obey(self, message: dict[str, Any]) -> str | None:
+        kind = message["type"]
+        if kind == "spawn":
+            self._spawn(message["worker"])
+        elif kind == "kill":
+            for process in self._processes.values():
+                if process.worker == message["worker"]:
+                    process.kill()
+        elif kind == "stop":
+            return str(message["reason"])
+        return None
+
+    def _spawn(self, worker: str) -> None:
+        config = {
+            **self._launch.worker,
+            "address": list(self._launch.address),
+            "key": self._launch.key.hex(),
+            "worker": worker,
+            "job_id": self._launch.job_id,
+        }
+        env = dict(self._launch.env)
+        if "gpu" in self._resources:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._resources["gpu"])
+        payload = self._launch.payload_bytes()
+        process = WorkerProcess(worker, self._mark + worker, config, payload, env, self._report_lines)
+        self._processes[process.pidfd] = process
+        self._channel.send({"type": "spawned", "worker": worker, "pid": process.pid})
+
+    def _heartbeat(self) -> None:
+        busy = []
+        for process in self._processes.values():
+            ticks = process.cpu_ticks()
+            if ticks is not None and ticks != self._ticks.get(process.worker):
+                busy.append(process.worker)
+            self._ticks[process.worker] = ticks
+        self._channel.send({"type": "heartbeat", "busy": busy})
+
+    def _report_lines(self, worker: str, lines: tuple[str, ...]) -> None:
+        with contextlib.suppress(ProtocolError):  # the driver is gone: `serve` ends by it
+            self._channel.send({"type": "output", "worker": worker, "lines": lines})
+
+    def _report_exit(self, pidfd: int) -> None:
+        process = self._processes.pop(pidfd)
+        self._ticks.pop(process.worker, None)
+        # The news first: reading the last lines of output may take a moment.
+        code = process.wait()
+        self._channel.send({"type": "exited", "worker": process.worker, "code": code})
+        process.clean_up()
+        tail = "\n".join(process.tail)
+        self._channel.send({"type": "tail", "worker": process.worker, "code": code, "tail": tail})
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+            process.clean_up()
+        self._processes.clear()
+        self._channel.close()
+
+
+def executor_id() -> str:
+    """Spark's id of the executor above this process, read from the executor's command line; "driver" in local mode."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        found = re.search(r"--executor-id (\S+)", command)
+        if found:
+            return found.group(1)
+        pid = int(status.rpartition(")")[2].split()[1])
+    return os.environ.get("SPARK_EXECUTOR_ID", "driver")

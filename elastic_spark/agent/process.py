@@ -1,0 +1,146 @@
+"""One worker process: started, watched, ended, with all that it started itself.
+
+The worker leads a session of its own, so its process group is it and its children (data loaders). Beside it stands a
+*guard*: a shell that waits for the end of a pipe whose other end only this agent holds. When the agent goes, however it
+goes, the guard kills the worker's group with SIGKILL: that reaches stopped processes too, needs no cooperation of the
+worker's interpreter, and takes the children along, which a signal on parent death would not.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+TAIL_LINES = 60
+LINE_LIMIT = 4096
+MARK = "ELASTIC_SPARK_PROCESS"
+
+
+class WorkerProcess:
+    """A running worker.
+
+    Args:
+        worker: its id.
+        mark: value of the environment variable `MARK`, by which leftovers are known.
+        config: sent to the process on its standard input, as one line of JSON: addresses, key, options.
+        payload: bytes that follow it: the user's function.
+        env: environment variables of the process besides the allow-listed ones of this task.
+        on_lines: called with lines of its output, from a thread.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        mark: str,
+        config: Mapping[str, Any],
+        payload: bytes,
+        env: Mapping[str, str],
+        on_lines: Callable[[str, tuple[str, ...]], None],
+    ) -> None:
+        self.worker = worker
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._on_lines = on_lines
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "elastic_spark.worker.main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**worker_environment(), **env, MARK: mark},
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", f"cat >/dev/null; kill -KILL -- -{self.pid} 2>/dev/null"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.pidfd = os.pidfd_open(self.pid)
+        self._reader = threading.Thread(target=self._read, name=f"output of {worker}", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._feed, args=(config, payload), name=f"start of {worker}", daemon=True).start()
+
+    def _feed(self, config: Mapping[str, Any], payload: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it may die before it has read its configuration: its exit tells
+            self._process.stdin.write(json.dumps(config).encode() + b"\n" + payload)
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        stream: IO[bytes] | None = self._process.stdout
+        assert stream is not None
+        for line in iter(lambda: stream.readline(LINE_LIMIT), b""):
+            text = line.decode(errors="replace").rstrip("\n")
+            self.tail.append(text)
+            self._on_lines(self.worker, (text,))
+
+    def cpu_ticks(self) -> int | None:
+        """Processor time used so far, None when stopped or gone: tells a busy process from a frozen one."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "TtZX" else int(fields[11]) + int(fields[12])
+
+    def kill(self) -> None:
+        """SIGKILL the process and its group. Returns at once; `exited` tells when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The exit code, once it has ended; negative: a signal."""
+        return self._process.wait()
+
+    def clean_up(self) -> None:
+        """After its end: kill what is left of its group, take in the last lines of output, end the guard."""
+        self.kill()
+        self._reader.join(timeout=1.0)
+        self._guard.kill()
+        self._guard.wait()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        os.close(self.pidfd)
+
+
+#: What a worker inherits of the executor's environment. The driver's environment never reaches it.
+_PASSED = ("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "HOSTNAME", "VIRTUAL_ENV", "CONDA_PREFIX")
+_PASSED_PREFIXES = ("LC_", "LD_", "SPARK_", "PYSPARK_", "PYTHON", "JAVA_", "CUDA", "NVIDIA_", "NCCL_", "OMP_", "MKL_")
+_PASSED_PREFIXES += ("OPENBLAS_", "GLOO_", "HADOOP_", "HOROVOD_", "COVERAGE_")
+_WITHHELD = ("SECRET", "TOKEN", "PASSWORD", "CREDENTIAL", "PYTHON_WORKER_FACTORY")
+
+
+def worker_environment() -> dict[str, str]:
+    """The allow-listed part of this process's environment, with the task's import path (``--py-files``, archives)."""
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _PASSED or name.startswith(_PASSED_PREFIXES)) and not any(word in name for word in _WITHHELD)
+    }
+    passed["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return passed
+
+
+def sweep(mark_prefix: str) -> list[int]:
+    """Kill processes of this user whose mark starts with ``mark_prefix``: leftovers of a task that was killed."""
+    wanted = f"{MARK}={mark_prefix}".encode()
+    swept = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                marks = [item for item in (entry / "environ").read_bytes().split(b"\0") if item.startswith(wanted)]
+                if marks:
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    swept.append(int(entry.name))
+            except OSError:
+                continue
+    return swept
