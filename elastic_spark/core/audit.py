@@ -16,18 +16,12 @@ from elastic_spark.core import events as ev
 
 
 def expected_rows(frozen: ev.DatasetFrozen, offset: int) -> int:
-    """Rows of the global batch at ``offset``, from 0; 0 outside of ``0 <= offset < steps_per_epoch``.
+    """Rows of the global batch at ``offset``, from 0: ``min(global_batch, rows - offset * global_batch)``.
 
-    ``rows_by_step_tail[offset - (steps_per_epoch - len(tail))]`` where the tail reaches, ``global_batch`` before it.
-    Without a tail ``min(global_batch, rows - offset * global_batch)``.
+    0 outside of ``0 <= offset < steps_per_epoch``, so what a worker says it trained there is unexplained.
     """
     if not 0 <= offset < frozen.steps_per_epoch:
         return 0
-    into_tail = offset - (frozen.steps_per_epoch - len(frozen.rows_by_step_tail))
-    if into_tail >= 0:
-        return frozen.rows_by_step_tail[into_tail]
-    if frozen.rows_by_step_tail:
-        return frozen.global_batch
     return max(0, min(frozen.global_batch, frozen.rows - offset * frozen.global_batch))
 
 

@@ -58,11 +58,7 @@ class JobStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFrozen(Event):
-    """A data set with its frozen order: ``steps_per_epoch`` global batches of ``global_batch`` rows, the last ones fewer.
-
-    ``rows_by_step_tail`` holds the rows of the last ``len(rows_by_step_tail)`` global batches of an epoch, where lanes
-    of unequal length end at different steps. Empty: only the very last one may be short.
-    """
+    """A data set with its frozen order: ``steps_per_epoch`` global batches of ``global_batch`` rows, the last one fewer."""
 
     dataset: str
     rows: int
@@ -72,7 +68,6 @@ class DatasetFrozen(Event):
     global_batch: int
     steps_per_epoch: int
     row_groups: int
-    rows_by_step_tail: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

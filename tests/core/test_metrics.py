@@ -36,7 +36,7 @@ def started(at=0.0, **fields):
     return ev.JobStarted(at=at, **fields)
 
 
-def frozen(rows=100, batch=10, steps=None, tail=(), name="train", at=0.0):
+def frozen(rows=100, batch=10, name="train", at=0.0):
     return ev.DatasetFrozen(
         at=at,
         dataset=name,
@@ -45,9 +45,8 @@ def frozen(rows=100, batch=10, steps=None, tail=(), name="train", at=0.0):
         lanes=2,
         seed=0,
         global_batch=batch,
-        steps_per_epoch=steps if steps is not None else math.ceil(rows / batch),
+        steps_per_epoch=math.ceil(rows / batch),
         row_groups=1,
-        rows_by_step_tail=tail,
     )
 
 
@@ -198,8 +197,6 @@ def test_percentile_is_nearest_rank():
 def test_expected_rows():
     even = frozen(rows=25, batch=10)
     assert [expected_rows(even, i) for i in range(-1, 4)] == [0, 10, 10, 5, 0]
-    tailed = frozen(rows=29, batch=10, steps=4, tail=(6, 3))
-    assert [expected_rows(tailed, i) for i in range(5)] == [10, 10, 6, 3, 0]
 
 
 # --- rows audit ------------------------------------------------------------------------------------------------------
@@ -444,11 +441,9 @@ def test_goodput_and_ideal_rates():
 def histories(draw):
     """A log of churn and roll-backs by a job that makes one mistake now and then, and a naive count of its rows."""
     batch = draw(st.integers(1, 4))
-    tail = tuple(draw(st.lists(st.integers(0, batch), max_size=3)))
-    full = draw(st.integers(0, 5))
-    per_epoch = max(1, full + len(tail))
-    rows = [batch] * (per_epoch - len(tail)) + list(tail)
-    log = [started(), frozen(rows=sum(rows), batch=batch, steps=per_epoch, tail=tail), formed(1, 2, at=0.0)]
+    per_epoch = draw(st.integers(1, 8))
+    rows = [batch] * (per_epoch - 1) + [draw(st.integers(1, batch))]
+    log = [started(), frozen(rows=sum(rows), batch=batch), formed(1, 2, at=0.0)]
     trained = []  # trained[s - 1] = (epoch, offset) of step s
     now = 0.0
     for _ in range(draw(st.integers(1, 12))):
