@@ -1,0 +1,122 @@
+"""Checkpoints written beside the training: one thread, one write in flight, nothing queued behind it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from elastic_spark.checkpoint.manifest import JSON, WrittenPart
+from elastic_spark.checkpoint.store import CheckpointStore
+from elastic_spark.errors import StorageFailed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WriteOutcome:
+    """How a write ended: exactly one of ``part`` and ``error`` is set. ``seconds`` of wall time, ``bytes`` written."""
+
+    step: int
+    token: str
+    part: WrittenPart | None
+    error: BaseException | None
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Order:
+    step: int
+    tensors: Mapping[str, torch.Tensor]
+    meta: Mapping[str, JSON]
+    token: str
+    part: int
+    parts: int
+
+
+class BackgroundWriter:
+    """Writes parts to ``store`` in a daemon thread; ``on_done`` is called in that thread with each outcome.
+
+    Slow storage never makes a queue: while a write is in flight `submit` refuses, and the caller says that it skipped.
+    """
+
+    def __init__(self, store: CheckpointStore, on_done: Callable[[WriteOutcome], None]) -> None:
+        self._store = store
+        self._on_done = on_done
+        self._changed = threading.Condition()
+        self._order: _Order | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is in flight, its callback included."""
+        return self._order is not None
+
+    def submit(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        meta: Mapping[str, JSON],
+        token: str,
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> bool:
+        """Begin to write; False where a write is in flight or the writer is closed. ``tensors`` are a snapshot: nobody
+        changes them before the callback. Returns at once."""
+        with self._changed:
+            if self._closed or self._order is not None:
+                return False
+            self._order = _Order(step, tensors, meta, token, part, parts)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new writes and wait for the one in flight; True where it ended within ``timeout_s``. A write that did
+        not goes on in its daemon thread: it dies with the process, and what it leaves has no manifest."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._order is not None or self._closed)
+                order = self._order
+            if order is None:
+                return
+            outcome = self._write(order)
+            try:
+                self._on_done(outcome)
+            except Exception:
+                _log.exception("the callback of the checkpoint of step %d failed", order.step)
+            del order
+            with self._changed:
+                self._order = None
+                self._changed.notify_all()
+
+    def _write(self, order: _Order) -> WriteOutcome:
+        started = time.monotonic()
+        part: WrittenPart | None = None
+        error: BaseException | None = None
+        try:
+            part = self._store.write_part(
+                order.step, order.tensors, order.meta, token=order.token, part=order.part, parts=order.parts
+            )
+        except Exception as failure:  # whatever it is, training goes on and the driver is told
+            error = failure if not isinstance(failure, FileNotFoundError) else StorageFailed(str(failure))
+        seconds = time.monotonic() - started
+        return WriteOutcome(order.step, order.token, part, error, seconds, part.bytes if part else 0)
