@@ -58,7 +58,7 @@ class JobStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFrozen(Event):
-    """A data set with its frozen order: ``steps_per_epoch`` global batches of ``global_batch`` rows, the last one fewer."""
+    """A data set in its frozen order: ``steps_per_epoch`` batches of ``global_batch`` rows, the last one of the rest."""
 
     dataset: str
     rows: int
@@ -189,8 +189,8 @@ class GenerationRunning(Event):
 class StepsCommitted(Event):
     """Steps ``first_step`` .. ``first_step + len(times) - 1``, committed in ``generation``.
 
-    ``times[i]`` is the unix time of the commit of step ``first_step + i``. ``cursors[dataset] = (epoch, first_offset)``:
-    step ``first_step + i`` consumed global batch ``first_offset + i`` of that epoch (one event never spans two epochs).
+    ``times[i]`` is the unix time of the commit of step ``first_step + i``.
+    ``cursors[dataset] = (epoch, first_offset)``: step ``first_step + i`` consumed global batch ``first_offset + i`` of that epoch (one event never spans two epochs).
     ``rows`` is the number of rows that the workers report to have trained in these steps, over all ranks whose
     reports came in.
     """
@@ -277,7 +277,7 @@ class JobFinished(Event):
 
 
 def to_json(event: Event) -> str:
-    """One line of the log, without the line feed. NaN and infinities are written as strings, so the line is strict JSON."""
+    """One line of the log, without the line feed; strict JSON: NaN and infinities are written as strings."""
     body: dict[str, Any] = {"event": type(event).__name__}
     for item in dataclasses.fields(event):
         body[item.name] = _plain(getattr(event, item.name))
