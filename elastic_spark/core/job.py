@@ -847,7 +847,7 @@ def _form(turn: _Turn, live: list[Worker], staying: list[Worker], newcomers: lis
             left=tuple(member.id for member in left),
             cause=cause,
             step=held,
-            restore=not survivors,
+            restore=held < 0,
         )
     )
     turn.set(generation=job.generation + 1, members=names, ending=None, broken=False, lost=(), formed_step=held)

@@ -45,14 +45,14 @@ class Ledger:
     def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
         """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""
         wanted = self._members - gone
-        steps = []
+        steps: list[int] = []
         while wanted and wanted <= self._pending.get(self.committed + len(steps) + 1, {}).keys():
             steps.append(self.committed + len(steps) + 1)
         return self._commit(steps, now)
 
     def begin(self, generation: int, members: Iterable[str], step: int, cause: str, now: float) -> list[ev.Event]:
         """A generation starts from the state of ``step``: what leads up to it is committed, what lies beyond is not."""
-        steps = []
+        steps: list[int] = []
         while self.committed + len(steps) < step and self.committed + len(steps) + 1 in self._pending:
             steps.append(self.committed + len(steps) + 1)
         facts = self._commit(steps, now)
@@ -64,7 +64,7 @@ class Ledger:
 
     def close(self, now: float) -> list[ev.Event]:
         """The job ends: every step that any member reported was committed there."""
-        steps = []
+        steps: list[int] = []
         while self.committed + len(steps) + 1 in self._pending:
             steps.append(self.committed + len(steps) + 1)
         return self._commit(steps, now)

@@ -1,0 +1,96 @@
+"""What a training function is given as ``ctx``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elastic_spark.core.lanes import LanePlan
+from elastic_spark.core.manifest import Manifest
+from elastic_spark.errors import DataError
+from elastic_spark.worker.session import WorkerSession
+
+if TYPE_CHECKING:
+    from elastic_spark.worker.data import Batch
+    from elastic_spark.worker.state import ElasticState
+
+
+class Context:
+    """The job, as seen by one worker.
+
+    Attributes:
+        rank, size: this worker's place in the present world; they change with it.
+        generation: the present world's number.
+        seed: the job's seed.
+    """
+
+    def __init__(self, session: WorkerSession, datasets: Mapping[str, tuple[Manifest, LanePlan]]) -> None:
+        self._session = session
+        self._datasets = datasets
+
+    @property
+    def rank(self) -> int:
+        return self._session.assignment().rank
+
+    @property
+    def size(self) -> int:
+        return self._session.assignment().size
+
+    @property
+    def generation(self) -> int:
+        return self._session.assignment().generation
+
+    @property
+    def seed(self) -> int:
+        return int(self._session.config["seed"])
+
+    def rows(self, name: str) -> int:
+        """Number of rows of a data set."""
+        return self._dataset(name)[0].rows
+
+    def manifest(self, name: str) -> Manifest:
+        """The frozen description of a data set: columns, vocabularies, row groups."""
+        return self._dataset(name)[0]
+
+    def steps_per_epoch(self, name: str) -> int:
+        """Number of global batches in an epoch."""
+        return self._dataset(name)[1].steps_per_epoch
+
+    def batches(self, name: str, state: ElasticState | None = None, *, epochs: int = 1) -> Iterator[Batch]:
+        """This worker's share of each global batch, in the job's order, on every rank equally often.
+
+        With ``state`` the loop goes on where the state's last commit left off, up to ``epochs`` in all, and each commit
+        counts the batches drawn since the one before as consumed. Without, it is one plain pass (validation): nothing
+        is remembered, and a change of the world inside of it starts it again.
+
+        Args:
+            name: one of the names in ``es.run(data={...})``.
+            epochs: how many passes over the data.
+
+        Yields:
+            Batches of tensors by column, each with this worker's rows. A worker without rows in a step gets one row
+            with ``weight`` 0, so that it takes part in the collectives and changes nothing.
+        """
+        from elastic_spark.worker.data import LaneReader
+
+        manifest, plan = self._dataset(name)
+        place = self._session.assignment()
+        reader = LaneReader(
+            manifest, plan, place.body["lanes"][name], place.size, cache_dir=self._session.config.get("cache_dir")
+        )
+        try:
+            epoch, offset = state.cursor(name) if state is not None else (0, 0)
+            while epoch < epochs:
+                for batch in reader.batches(epoch, offset):
+                    if state is not None:
+                        state.drew(name, epoch, batch.offset, batch.rows)
+                    yield batch
+                epoch, offset = epoch + 1, 0
+        finally:
+            reader.close()
+
+    def _dataset(self, name: str) -> tuple[Manifest, LanePlan]:
+        if name not in self._datasets:
+            known: Any = sorted(self._datasets) or "none: give es.run(data={...})"
+            raise DataError(f"no data set {name!r}; known are {known}")
+        return self._datasets[name]

@@ -1,0 +1,123 @@
+"""A worker's life: load, report ready, be given a place, run the user's function, hand over its value.
+
+Started by the agent as ``python -m elastic_spark.worker.main``. Standard input carries one line of JSON (addresses,
+key, options) and then the pickled function; so nothing secret is on a command line or in the environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+
+from elastic_spark.core.lanes import LanePlan
+from elastic_spark.core.manifest import Manifest
+from elastic_spark.transport import Channel
+from elastic_spark.worker.session import WorkerSession, bind
+
+
+def main() -> int:
+    """Returns the exit code: 0 after handing over a value or leaving when told, 1 otherwise."""
+    config = json.loads(sys.stdin.buffer.readline())
+    payload = sys.stdin.buffer.read()
+    key = bytes.fromhex(config.pop("key"))
+    hello = {"role": "worker", "worker": config["worker"], "pid": os.getpid()}
+    session = WorkerSession(Channel.connect(tuple(config["address"]), key, hello), config)
+    bind(session)
+    from elastic_spark.worker import collective  # imports torch and Horovod: what being warm means
+
+    collective.install(session)
+    session.open()
+    try:
+        function, arguments, keywords = cloudpickle.loads(payload)
+        call = _call(session, function, arguments, keywords)
+        _warm_up()
+    except BaseException as error:
+        return _user_error(session, error)
+    session.ready()
+    return _run(session, call)
+
+
+def _run(session: WorkerSession, call: Any) -> int:
+    import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
+
+    from elastic_spark.worker.collective import Leave
+
+    try:
+        hvd.init()
+        value = call()
+    except Leave as leave:
+        print(f"elastic_spark: leaving: {leave.reason}", flush=True)
+        session.close()
+        return 0
+    except HorovodInternalError as error:
+        session.collective_failed(str(error))
+        return 1
+    except Exception as error:
+        return _user_error(session, error)
+    try:
+        result = cloudpickle.dumps(value)
+    except Exception as error:
+        return _user_error(session, error)
+    session.finish(result)
+    session.wait_to_go()
+    session.close()
+    return 0
+
+
+def _call(session: WorkerSession, function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """The call of the user's function, with ``ctx`` where it is wanted."""
+    if not _wants_context(function):
+        return lambda: function(*arguments, **keywords)
+    from elastic_spark.worker.context import Context
+
+    datasets = {
+        name: (Manifest.from_json(json.dumps(body["manifest"])), LanePlan(tuple(body["groups"]), **body["plan"]))
+        for name, body in session.config["datasets"].items()
+    }
+    context = Context(session, datasets)
+    return lambda: function(context, *arguments, **keywords)
+
+
+def _wants_context(function: Any) -> bool:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return bool(names) and names[0] == "ctx"
+
+
+def _warm_up() -> None:
+    """Pay for torch's first backward pass now, not when others wait."""
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(int(threads) if threads else 1)
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.SGD([weight], lr=0.0, momentum=0.9)
+    torch.nn.functional.cross_entropy(weight, torch.zeros(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _user_error(session: WorkerSession, error: BaseException) -> int:
+    at = time.time()
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    session.fail(f"{type(error).__name__}: {error}", text, at)
+    session.wait_to_go()
+    return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # Horovod's and Gloo's threads have no part in a good end, and could hold it up

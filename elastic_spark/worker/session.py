@@ -1,0 +1,321 @@
+"""The worker's line to the driver, and what this process knows of the job.
+
+One thread (the *link*) reads the channel and sends the heartbeat; it acts at once on what cannot wait (an abort, a
+notice, a stop) and keeps the rest for the main thread. The main thread sends for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome
+from elastic_spark.core.ledger import Report
+from elastic_spark.core.retention import due
+from elastic_spark.errors import ProtocolError
+from elastic_spark.transport import Channel, Message
+from elastic_spark.worker import collective
+from elastic_spark.worker.collective import Assignment, Leave
+
+if TYPE_CHECKING:
+    from elastic_spark.worker.state import ElasticState
+
+HEARTBEAT_S = 0.5
+REPORT_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+class WorkerSession:
+    """See `elastic_spark.worker.collective.Session` for the part that Horovod's init uses.
+
+    Args:
+        channel: to the driver.
+        config: what the driver told the agent to hand on: ``checkpoint_uri``, ``rpo_target_s``, ``ckpt_budget``, ...
+    """
+
+    def __init__(self, channel: Channel, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self._channel = channel
+        self._assignments: queue.Queue[Message] = queue.Queue()
+        self._generation = -1
+        self._place: Assignment | None = None
+        self._state: ElasticState | None = None
+        self._reports: list[Report] = []
+        self._reporting = threading.Lock()
+        self._restored = -1
+        self._where = "warm"
+        self._stopping = threading.Event()
+        self._save_asked = False
+        self._saver: _Saver | None = None
+        self._link = threading.Thread(target=self._serve, name="link to the driver", daemon=True)
+
+    def open(self) -> None:
+        """Start to listen and to be heard."""
+        self._link.start()
+
+    # ------------------------------------------------------------------------------------------------ the link
+
+    def _serve(self) -> None:
+        heard_at = 0.0
+        try:
+            while True:
+                now = time.monotonic()
+                if now - heard_at >= HEARTBEAT_S:
+                    heard_at = now
+                    self._channel.send({"type": "heartbeat", "where": self.where()})
+                self._flush()
+                frame = self._channel.receive(REPORT_S)
+                if frame is not None:
+                    self._obey(frame[0])
+        except ProtocolError as error:
+            if not self._stopping.is_set():
+                print(f"elastic_spark: {error}; this worker ends", flush=True)
+                os._exit(1)
+
+    def _obey(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "abort":
+            collective.abort(message["generation"], [(ip, port) for ip, port in message["addresses"]])
+        elif kind == "notify":
+            collective.notify_hosts_updated()
+        elif kind in ("assignment", "leave"):
+            self._assignments.put(message)
+        elif kind == "save":
+            self._save_asked = True
+        elif kind == "stop":
+            os._exit(0)
+
+    def where(self) -> str:
+        """What this worker is doing, in words for the watchdog."""
+        if collective.in_native_init():
+            return "in Horovod's init"
+        step = f", step {self._state.step}" if self._state is not None else ""
+        return self._where + step
+
+    def ready(self) -> None:
+        """The process is warm."""
+        self._channel.send({"type": "ready"})
+
+    # -------------------------------------------------------------------- collective.Session: Horovod's init
+
+    def next_assignment(self, reason: str) -> Assignment:
+        """Ask for the next place in a world and wait for it. The driver bounds this wait; its loss ends the process."""
+        if reason != "start":
+            self._flush()
+            self._channel.send(
+                {
+                    "type": "asked",
+                    "generation": self._generation,
+                    "step": self.held_step(),
+                    "reason": reason,
+                    "error": collective.last_collective_error() or "",
+                }
+            )
+        self._where = "waiting for the next world"
+        message = self._assignments.get()
+        if message["type"] == "leave":
+            raise Leave(message["reason"])
+        self._generation = message["generation"]
+        self._place = Assignment(
+            message["generation"], message["rank"], message["size"], message["env"], message["body"]
+        )
+        return self._place
+
+    def initialised(self, assignment: Assignment, seconds: float) -> None:
+        self._where = "in the training function"
+        self._channel.send({"type": "initialised", "generation": assignment.generation, "seconds": seconds})
+
+    def init_failed(self, assignment: Assignment, error: str) -> None:
+        print(f"elastic_spark: init of generation {assignment.generation} failed: {error}", flush=True)
+
+    def held_step(self) -> int:
+        """The newest step that this process holds; -1 where it holds none, or its function tells none."""
+        return self._state.step if self._state is not None and self._state.holds else -1
+
+    # ---------------------------------------------------------------------------------- for ElasticState and ctx
+
+    def attach(self, state: ElasticState) -> None:
+        self._state = state
+
+    def assignment(self) -> Assignment:
+        """The place in the present world."""
+        assert self._place is not None
+        return self._place
+
+    def take_restore(self, generation: int) -> bool:
+        """True the first time that it is asked for a generation: its checkpoint is to be loaded once."""
+        first = self._restored != generation
+        self._restored = generation
+        return first
+
+    def committed(self, reports: Iterable[Report]) -> None:
+        with self._reporting:
+            self._reports.extend(reports)
+
+    def _flush(self) -> None:
+        with self._reporting:
+            reports, self._reports = self._reports, []
+            if reports:
+                items = [[r.step, r.at, r.rows, dict(r.cursors), dict(r.values)] for r in reports]
+                self._channel.send({"type": "progress", "generation": self._generation, "reports": items})
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    def load_checkpoint(self, name: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
+        """``(state's skeleton, tensors, the rest of the meta)`` of a checkpoint that the driver chose."""
+        store = CheckpointStore(self.config["checkpoint_uri"])
+        tensors, meta = store.load(store.open(name))
+        return meta["state"], tensors, meta
+
+    def consider_checkpoint(self, state: ElasticState) -> None:
+        """At each commit: rank 0 saves when it is due."""
+        if self.config.get("checkpoint_uri") and self.assignment().rank == 0:
+            self._ensure_saver().consider(state, asked=self._save_asked)
+            self._save_asked = False
+
+    def _ensure_saver(self) -> _Saver:
+        if self._saver is None:
+            self._saver = _Saver(self._channel, self.config)
+        self._saver.token = f"g{self._generation}-{self.config['worker']}"
+        return self._saver
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def finish(self, payload: bytes) -> None:
+        """Hand over what the function returned; then wait to be told to go, so that no peer sees this one vanish."""
+        state = self._state
+        if state is not None and self.config.get("checkpoint_uri") and self.assignment().rank == 0:
+            self._ensure_saver().last(state)
+        self._flush()
+        self._where = "finished"
+        self._channel.send({"type": "result", "generation": self._generation}, payload)
+
+    def fail(self, error: str, traceback_text: str, at: float) -> None:
+        """The user's function raised."""
+        self._flush()
+        step = self.held_step()
+        self._channel.send({"type": "user_error", "step": step, "at": at, "error": error, "traceback": traceback_text})
+
+    def collective_failed(self, error: str) -> None:
+        """A collective failed outside ``@hvd.elastic.run``: nobody can go on from there in this process."""
+        self._channel.send({"type": "collective_failed", "error": error})
+
+    def close(self) -> None:
+        """The process is about to end on purpose."""
+        self._stopping.set()
+        if self._saver is not None:
+            self._saver.close()
+        with contextlib.suppress(ProtocolError):
+            self._channel.send({"type": "bye"})
+
+    def wait_to_go(self) -> None:
+        """Until the driver says stop or leave, or is gone."""
+        self._assignments.get()
+
+
+class _Saver:
+    """Rank 0's checkpoints: when, from what, and how they are told."""
+
+    def __init__(self, channel: Channel, config: Mapping[str, Any]) -> None:
+        self.token = ""
+        self._channel = channel
+        self._rpo_target_s, self._budget = config["rpo_target_s"], config["ckpt_budget"]
+        self._store = CheckpointStore(config["checkpoint_uri"])
+        self._writer = BackgroundWriter(self._store, self._done)
+        self._saved_at: float | None = None
+        self._saved_step = -1
+        self._cost_s = 0.0
+        self._write_s = 0.0
+        self._committed_at = time.monotonic()
+        self._skipped_at = 0.0
+        self._fields: dict[str, Any] = {}
+        self._written = threading.Event()
+
+    def consider(self, state: ElasticState, *, asked: bool) -> None:
+        now = time.monotonic()
+        step_s, self._committed_at = now - self._committed_at, now
+        if self._saved_at is None and not asked:
+            self._saved_at = now  # what this generation started from is durable, or is not worth a checkpoint
+            return
+        wanted, reason = due(
+            now,
+            self._saved_at,
+            self._cost_s,
+            step_s,
+            rpo_target_s=self._rpo_target_s,
+            budget=self._budget,
+            write_s=self._write_s,
+        )
+        if not (wanted or asked):
+            return
+        if self._writer.busy:
+            if now - self._skipped_at > self._rpo_target_s:
+                self._skipped_at = now
+                self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": "storage is slow"})
+            return
+        self._submit(state, reason)
+        self._saved_at = now
+        self._cost_s = time.monotonic() - now
+
+    def _submit(self, state: ElasticState, reason: str) -> None:
+        body, tensors, extra = state.for_checkpoint()
+        self._fields = {"cursors": body["cursors"], "reason": reason}
+        self._saved_step = state.step
+        self._written.clear()
+        self._writer.submit(state.step, tensors, {"state": body, **extra}, f"{self.token}-{state.step}")
+
+    def _done(self, outcome: WriteOutcome) -> None:
+        self._write_s = outcome.seconds
+        with contextlib.suppress(ProtocolError):
+            if outcome.part is None:
+                reason = f"{type(outcome.error).__name__}: {outcome.error}"
+                self._channel.send({"type": "checkpoint_skipped", "step": outcome.step, "reason": reason})
+            else:
+                part = json.loads(json.dumps(outcome.part.to_dict()))
+                message = {"type": "checkpoint", "part": part, "seconds": outcome.seconds, "fields": self._fields}
+                self._channel.send(message)
+        self._written.set()
+
+    def last(self, state: ElasticState, limit_s: float = 120.0) -> None:
+        """The state at the end, written before the result is handed over."""
+        if self._saved_step == state.step or state.step < 1:
+            return
+        deadline = time.monotonic() + limit_s
+        while self._writer.busy and time.monotonic() < deadline:
+            self._written.wait(0.05)
+        self._submit(state, "the end of training")
+        self._written.wait(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        self._writer.close(5.0)
+
+
+_session: WorkerSession | None = None
+
+
+def bind(new: WorkerSession) -> None:
+    """Make ``new`` the session of this process."""
+    global _session
+    _session = new
+
+
+def session() -> WorkerSession:
+    """The session of this process.
+
+    Raises:
+        RuntimeError: not in a worker of elastic_spark.
+    """
+    if _session is None:
+        raise RuntimeError(
+            "ElasticState and ctx live in the workers that es.run starts: use them in the function that it runs"
+        )
+    return _session

@@ -1,0 +1,345 @@
+"""`ElasticState`: what must survive, and how.
+
+A subclass of Horovod's elastic ``State``, so ``@hvd.elastic.run`` drives it: ``sync`` before the loop, ``restore``
+after a failed collective, ``commit`` at the end of each step.
+
+*Commit is a mark.* Parameters change only inside ``optimizer.step()``, after every collective of the step. A worker
+that fails in a collective therefore still holds, in its live tensors, the parameters of its last commit. The mark keeps
+what does change during a step: the cursor, plain attributes, buffers (batch norm), and the random generators. So
+`restore` costs nothing, and no step is lost.
+
+*A worker is dirty* when an optimizer has stepped since its last commit: then the live tensors are no longer those of
+the mark. It falls back to its last snapshot (a copy of everything, taken at commits, as often as `SNAPSHOT_BUDGET`
+allows), reports that older step, and takes the state of a peer that is ahead.
+
+*Sync* makes all ranks equal to rank 0, which the driver chose because it holds the newest step. Ranks first compare a
+SHA-256 of all they hold; where all agree nothing is sent. Otherwise rank 0 sends all of it into buffers, and only when
+the whole has arrived do the others change: a fault in between leaves every survivor's own state whole. Then the hashes
+are compared once more, and a difference ends the job with the name of the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.common.elastic import State
+from horovod.common.exceptions import HostsUpdatedInterrupt
+
+from elastic_spark.core.ledger import Report
+from elastic_spark.errors import StateDiverged
+from elastic_spark.worker import collective, tree
+from elastic_spark.worker.session import session
+
+#: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
+SNAPSHOT_BUDGET = 0.01
+_CHUNK = 64 << 20
+
+
+class ElasticState(State):  # type: ignore[misc]
+    """Model, optimizers and whatever else must survive changes of the world, crashes and restarts.
+
+    Args:
+        objects: by name. Things with ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers, scalers)
+            are kept through these; everything else is a plain attribute: ``state.best_loss``.
+
+    Attributes:
+        step: committed optimizer steps, from the start of the job.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        self.step = 0
+        self._objects = {name: item for name, item in objects.items() if _has_state(item)}
+        self._names = [name for name in objects if name not in self._objects]
+        for name, item in objects.items():
+            if name.startswith("_") or hasattr(type(self), name) or name == "step":
+                raise ValueError(f"ElasticState cannot keep something under the name {name!r}: choose another")
+            setattr(self, name, item)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+        self._cursors: dict[str, tuple[int, int]] = {}
+        self._drawn: dict[str, list[tuple[int, int, int]]] = {}
+        self._optimizer_steps = 0
+        for item in self._objects.values():
+            if isinstance(item, torch.optim.Optimizer):
+                item.register_step_post_hook(self._note_step)
+        self._snapshot: tuple[int, Any, dict[str, torch.Tensor]] | None = None
+        self._snapshot_cost_s = 0.0
+        self._snapshot_at = 0.0
+        self._notice = False
+        self._synced = False
+        tree.flatten(self._attributes(), "attributes")  # refuse at once what could not be kept
+        self._mark()
+        session().attach(self)
+
+    @property
+    def holds(self) -> bool:
+        """Whether this process holds the job's state: it was in a sync, or loaded a checkpoint."""
+        return self._synced
+
+    # ------------------------------------------------------------------------------------------- committing
+
+    def commit(self, **values: float) -> None:
+        """The end of a step: fixes step, cursor, attributes and buffers; ``values`` are tracked at this step.
+
+        Raises:
+            HostsUpdatedInterrupt: the world is about to change; ``@hvd.elastic.run`` handles it.
+        """
+        self.save(**values)
+        self.check_host_updates()
+
+    def save(self, **values: float) -> None:
+        """`commit` without looking for changes of the world."""
+        steps = max((len(drawn) for drawn in self._drawn.values()), default=0) or 1
+        at = time.time()
+        reports = []
+        for i in range(steps):
+            taken = {name: drawn[i] for name, drawn in self._drawn.items() if i < len(drawn)}
+            reports.append(
+                Report(
+                    step=self.step + i + 1,
+                    at=at,
+                    rows=sum(rows for _, _, rows in taken.values()),
+                    cursors={name: (epoch, offset) for name, (epoch, offset, _) in taken.items()},
+                    values={name: float(value) for name, value in values.items()} if i == steps - 1 else {},
+                )
+            )
+        self.step += steps
+        for name, drawn in self._drawn.items():
+            epoch, offset, _ = drawn[-1]
+            self._cursors[name] = (epoch, offset + 1)
+        self._mark()
+        session().committed(reports)
+        self._maybe_snapshot()
+        session().consider_checkpoint(self)
+
+    def check_host_updates(self) -> None:
+        """Leave the loop when the driver has announced a change. No collective: the others follow, see `core.job`."""
+        if not self._host_messages.empty():
+            raise HostsUpdatedInterrupt(False)
+
+    def _mark(self) -> None:
+        self._optimizer_steps = 0
+        self._drawn = {}
+        self._marked_step = self.step
+        self._marked_cursors = dict(self._cursors)
+        self._marked_attributes = copy.deepcopy(self._attributes())
+        self._marked_random = _random_state()
+        with torch.no_grad():
+            self._marked_buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
+
+    def _note_step(self, *_arguments: Any) -> None:
+        self._optimizer_steps += 1
+
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _buffers(self) -> Iterable[torch.Tensor]:
+        for item in self._objects.values():
+            if isinstance(item, torch.nn.Module):
+                yield from item.buffers()
+
+    def _maybe_snapshot(self) -> None:
+        now = time.monotonic()
+        if self._snapshot is None or self._snapshot_cost_s <= SNAPSHOT_BUDGET * (now - self._snapshot_at):
+            self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        """Into new memory: a checkpoint that is being written keeps the snapshot before."""
+        started = time.monotonic()
+        skeleton, tensors = self.capture()
+        copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        self._snapshot = self.step, json.loads(json.dumps(skeleton)), copies
+        self._snapshot_at = time.monotonic()
+        self._snapshot_cost_s = self._snapshot_at - started
+
+    # --------------------------------------------------------------------------------- capture and putting back
+
+    def capture(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """All that survives, as ``(JSON skeleton, live tensors by name)``. Random generators are not in it."""
+        whole = {name: item.state_dict() for name, item in self._objects.items()}
+        skeleton, tensors = {}, {}
+        for name, value in whole.items():
+            skeleton[name], named = tree.flatten(value, name)
+            tensors.update(named)
+        attributes, named = tree.flatten(self._attributes(), "attributes")
+        tensors.update(named)
+        cursors = {name: list(cursor) for name, cursor in self._cursors.items()}
+        body = {"step": self.step, "cursors": cursors, "objects": skeleton, "attributes": attributes}
+        return body, tensors
+
+    def put_back(self, body: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Become what `capture` gave. Tensors are copied into the live ones by each object's ``load_state_dict``.
+
+        Raises:
+            KeyError: the state holds an object that this function does not have, or the other way round.
+        """
+        missing = sorted(set(body["objects"]) ^ set(self._objects))
+        if missing:
+            raise KeyError(f"the state and the training function differ in {missing}: was the function changed?")
+        for name, item in self._objects.items():
+            _load(item, tree.unflatten(body["objects"][name], tensors))
+        for name, value in tree.unflatten(body["attributes"], tensors).items():
+            setattr(self, name, copy.deepcopy(value))
+            if name not in self._names:
+                self._names.append(name)
+        self.step = body["step"]
+        self._cursors = {name: (cursor[0], cursor[1]) for name, cursor in body["cursors"].items()}
+        self._mark()
+
+    def for_checkpoint(self) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
+        """``(skeleton, tensors, rest)`` that the caller may keep: the last snapshot where it is of this step."""
+        if self._snapshot is None or self._snapshot[0] != self.step:
+            self._take_snapshot()
+        assert self._snapshot is not None
+        _, body, tensors = self._snapshot
+        return body, tensors, {"random": random_as_tree()}
+
+    def digests(self) -> tuple[bytes, dict[str, str]]:
+        """SHA-256 of everything, and of each part by name: on this all ranks must agree."""
+        body, tensors = self.capture()
+        parts = {
+            name: hashlib.sha256(memoryview(tree.as_bytes(tensor).numpy())).hexdigest()
+            for name, tensor in tensors.items()
+        }
+        parts["(the rest)"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest(), parts
+
+    # ----------------------------------------------------------------------------------- called by hvd.elastic.run
+
+    def restore(self) -> None:
+        """After a failed collective: be what the last commit was, or, when dirty, what the last snapshot was."""
+        for item in self._objects.values():
+            if isinstance(item, torch.optim.Optimizer):
+                collective.reset_optimizer_handles(item)
+                item.zero_grad(set_to_none=True)
+        if self._optimizer_steps and self._snapshot is not None:
+            _, body, tensors = self._snapshot
+            self.put_back(body, tensors)
+            return
+        with torch.no_grad():
+            for buffer, kept in self._marked_buffers:
+                buffer.copy_(kept)
+        for name, value in copy.deepcopy(self._marked_attributes).items():
+            setattr(self, name, value)
+        self.step, self._cursors = self._marked_step, dict(self._marked_cursors)
+        _set_random_state(self._marked_random)
+        if self._optimizer_steps:  # no snapshot yet: whatever a peer or a checkpoint has is better
+            self.step = -1
+        self._mark()
+
+    def sync(self) -> None:
+        """Make all ranks equal to rank 0, and prove it."""
+        place = session().assignment()
+        if place.rank == 0 and place.body.get("restore") and session().take_restore(place.generation):
+            body, tensors, extra = session().load_checkpoint(place.body["restore"])
+            self.put_back(body, tensors)
+            _set_random_state(tree.unflatten(extra["random"], {}))
+            self._synced = True
+        if not self._agree():
+            self._receive(place.rank)
+            if not self._agree():
+                self._name_the_difference(place.rank)
+        if not self._synced and place.rank != 0:
+            _derive_random_state(place.body.get("seed", 0), place.generation, place.rank)
+        self._synced = True
+        self._mark()
+        self._maybe_snapshot()
+
+    def on_reset(self) -> None:
+        self._drawn = {}
+        super().on_reset()
+
+    def _agree(self) -> bool:
+        """Whether all ranks hold the same, by one allgather of 32 bytes a rank."""
+        mine, _ = self.digests()
+        words = hvd.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8).reshape(1, -1), name="es.digest")
+        return bool((words == words[0]).all())
+
+    def _receive(self, rank: int) -> None:
+        body, tensors = self.capture()
+        described = tree.describe(tensors)
+        header = json.dumps({"body": body, "tensors": described}).encode() if rank == 0 else b""
+        size = hvd.broadcast(torch.tensor([len(header)]), root_rank=0, name="es.size")
+        text = torch.frombuffer(bytearray(header or bytes(int(size))), dtype=torch.uint8)
+        text = hvd.broadcast(text, root_rank=0, name="es.header")
+        if rank != 0:
+            received = json.loads(text.numpy().tobytes())
+            body, described = received["body"], received["tensors"]
+        total = tree.total_bytes(described)
+        if rank == 0 and total:
+            flat = torch.cat([tree.as_bytes(tensor) for tensor in tensors.values()])
+        else:
+            flat = torch.empty(total, dtype=torch.uint8)
+        for start in range(0, total, _CHUNK):
+            part = flat[start : start + _CHUNK]
+            part.copy_(hvd.broadcast(part, root_rank=0, name=f"es.state.{start}"))
+        if rank != 0:
+            self.put_back(body, tree.carve(flat, described))
+
+    def _name_the_difference(self, rank: int) -> None:
+        _, mine = self.digests()
+        theirs = hvd.broadcast_object(mine, root_rank=0, name="es.parts")
+        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        raise StateDiverged(
+            f"after the sync, rank {rank} and rank 0 differ in {different[:5] or 'nothing that this rank can see'}: "
+            "does load_state_dict of that object take over everything?"
+        )
+
+    # ------------------------------------------------------------------------------------------ for ctx.batches
+
+    def cursor(self, dataset: str) -> tuple[int, int]:
+        """``(epoch, offset)`` of the next global batch that is not committed yet."""
+        return self._cursors.get(dataset, (0, 0))
+
+    def drew(self, dataset: str, epoch: int, offset: int, rows: int) -> None:
+        """A batch was handed to the loop: the next commit counts it as consumed."""
+        self._drawn.setdefault(dataset, []).append((epoch, offset, rows))
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _load(item: Any, value: Any) -> None:
+    """``load_state_dict`` of a copy: optimizers keep the tensors that they are given and write into them."""
+    item.load_state_dict(value if isinstance(item, torch.nn.Module) else copy.deepcopy(value))
+
+
+def _random_state() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def random_as_tree() -> Any:
+    """The random generators of this process as JSON."""
+    state = _random_state()
+    kind, keys, *rest = state["numpy"]
+    plain = {
+        "torch": state["torch"].numpy().tobytes(),
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
+        "python": state["python"],
+    }
+    return tree.flatten(plain, "random")[0]
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    words = state["torch"]
+    torch.set_rng_state(torch.frombuffer(bytearray(words), dtype=torch.uint8) if isinstance(words, bytes) else words)
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    random.setstate(state["python"])
+
+
+def _derive_random_state(seed: int, generation: int, rank: int) -> None:
+    """A stream of its own for a newcomer: no two ranks draw the same numbers, and the same job draws them again."""
+    derived = int.from_bytes(hashlib.sha256(f"{seed}/{generation}/{rank}".encode()).digest()[:4], "big")
+    torch.manual_seed(derived)
+    np.random.seed(derived)
+    random.seed(derived)
