@@ -58,7 +58,7 @@ class JobStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFrozen(Event):
-    """A data set in its frozen order: ``steps_per_epoch`` batches of ``global_batch`` rows, the last one of the rest."""
+    """A data set in its frozen order: ``steps_per_epoch`` batches of ``global_batch`` rows, the last of the rest."""
 
     dataset: str
     rows: int
@@ -198,8 +198,8 @@ class GenerationRunning(Event):
 class StepsCommitted(Event):
     """Steps ``first_step`` .. ``first_step + len(times) - 1``, committed in ``generation``.
 
-    ``times[i]`` is the unix time of the commit of step ``first_step + i``.
-    ``cursors[dataset] = (epoch, first_offset)``: step ``first_step + i`` consumed global batch ``first_offset + i`` of that epoch (one event never spans two epochs).
+    ``times[i]`` is the unix time of the commit of step ``first_step + i``; ``cursors[dataset] = (epoch, first_offset)``
+    says that it consumed global batch ``first_offset + i`` of that epoch (one event never spans two epochs).
     ``rows`` is the number of rows that the workers report to have trained in these steps, over all ranks whose
     reports came in.
     """

@@ -1,0 +1,101 @@
+"""A bounded file of records that wait for a store that is away. One writer, which is its reader too.
+
+``<path>`` holds one JSON object a line; ``<path>.sent`` the number of bytes that have arrived, written after each
+delivery. A crash between a delivery and that note delivers the last records once more, so deliveries are idempotent.
+Flushed to the operating system, not to the platter: a killed process loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Spool:
+    """``limit_bytes`` bounds what waits. Beyond it metrics are cut and counted; others may use half as much again."""
+
+    def __init__(self, path: str | Path, limit_bytes: int = 64 << 20) -> None:
+        self.path = Path(path)
+        self.cut = 0
+        self._limit = limit_bytes
+        self._marker = self.path.with_name(self.path.name + ".sent")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._size = self.path.stat().st_size if self.path.exists() else 0
+        self._sent = min(_number(self._marker), self._size)
+        if self._size and not _ends_with_newline(self.path):  # torn by a crash: what follows starts a line of its own
+            self._write(b"\n")
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._size - self._sent
+
+    def __bool__(self) -> bool:
+        return self.waiting_bytes > 0
+
+    def append(self, records: Iterable[dict[str, Any]]) -> None:
+        """Puts records behind those that wait."""
+        lines, room = [], self._limit - self.waiting_bytes
+        for record in records:
+            line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+            room -= len(line)
+            if room < 0 and (record.get("kind") == "metric" or room < -self._limit // 2):
+                room += len(line)
+                self.cut += 1
+            else:
+                lines.append(line)
+        if lines:
+            self._write(b"".join(lines))
+
+    def read(self, most: int) -> list[tuple[dict[str, Any], int]]:
+        """The first records that wait, in order, each with the mark for `delivered`. Torn lines are passed over."""
+        out: list[tuple[dict[str, Any], int]] = []
+        if not self:
+            return out
+        with self.path.open("rb") as file:
+            file.seek(self._sent)
+            mark = self._sent
+            for line in file:
+                mark += len(line)
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = None
+                if isinstance(record, dict):
+                    out.append((record, mark))
+                if len(out) == most:
+                    break
+        if not out:
+            self.delivered(mark)
+        return out
+
+    def delivered(self, mark: int) -> None:
+        """Records up to ``mark`` have arrived; the file is emptied with the last of them."""
+        self._sent = mark
+        if self._sent >= self._size:
+            self.path.unlink(missing_ok=True)
+            self._marker.unlink(missing_ok=True)
+            self._size = self._sent = 0
+        else:
+            self._marker.write_text(str(mark))
+
+    def _write(self, data: bytes) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "ab") as file:
+            file.write(data)
+        self._size += len(data)
+
+
+def _number(path: Path) -> int:
+    try:
+        return max(0, int(path.read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
