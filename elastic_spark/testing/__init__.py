@@ -1,4 +1,7 @@
-"""Try your own training function against churn: a real Spark cluster on this machine, made to be broken."""
+"""Try your own training function against churn: a real Spark cluster on this machine, made to be broken.
+
+`StandaloneCluster` gives and takes executors, `elastic_spark.testing.counting` tells whether each row was trained once.
+"""
 
 from elastic_spark.testing.cluster import Executor, Process, StandaloneCluster, Worker
 

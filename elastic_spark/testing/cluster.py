@@ -27,28 +27,26 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
-
-from pyspark import SparkContext
-from pyspark.find_spark_home import _find_spark_home
-from pyspark.sql import SparkSession
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import elastic_spark
 from elastic_spark.core.events import GenerationFormed, WorkerSpawned, read_log
 from elastic_spark.errors import ConfigError, EnvironmentUnfit
 from elastic_spark.testing import keeper
+from elastic_spark.testing.session import STOP_LIMIT_S, OwnSession, spark_home, terminate
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
 #: Short-lived JVMs on few cores: the quick compiler only, one GC thread, no files in /tmp/hsperfdata_*.
 JVM_FLAGS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
-STOP_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class StandaloneCluster:
         decommission: bool = True,
         pythonpath: Sequence[str | Path] = (),
         env: Mapping[str, str] | None = None,
-        start_limit_s: float = 90.0,
+        start_limit_s: float = 120.0,
     ) -> None:
         if workers < 0 or cores < 1:
             raise ConfigError(f"workers={workers} and cores={cores}: need at least 0 workers and 1 core")
@@ -116,13 +114,12 @@ class StandaloneCluster:
         self._marker = f"ELASTIC_SPARK_TESTING_{secrets.token_hex(8)}"
         self._extra_env = dict(env or {})
         self._pythonpath = [str(Path(item).resolve()) for item in pythonpath] + _package_root()
-        self._spark_home = Path(_find_spark_home())
+        self._spark_home = spark_home()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._submitted: list[subprocess.Popen[Any]] = []
         self._workers: dict[str, Worker] = {}
         self._frozen: set[int] = set()
-        self._session: SparkSession | None = None
-        self._own_gateway = False
+        self._session = OwnSession()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._master_url = ""
         self._worker_count = 0
@@ -158,18 +155,19 @@ class StandaloneCluster:
         """End everything that was started and remove the directory. Safe to call twice."""
         for pid in tuple(self._frozen):
             self.thaw(pid)
-        self._stop_session()
+        self._session.close()
         for submitted in self._submitted:
-            _terminate(submitted, STOP_LIMIT_S)
+            terminate(submitted, STOP_LIMIT_S)
         if self._keeper is not None and self._keeper.stdin is not None:
             self._keeper.stdin.close()
             self._keeper.wait(timeout=keeper.SWEEP_LIMIT_S + STOP_LIMIT_S)
         for daemon in (*self._daemons.values(), *self._submitted):
             daemon.wait(timeout=STOP_LIMIT_S)
         self._keeper = None
-        self._daemons.clear()
-        self._submitted.clear()
-        self._workers.clear()
+        for started in (self._daemons, self._submitted, self._workers):
+            started.clear()
+        if left := self.processes():
+            raise EnvironmentUnfit(f"these processes of the cluster outlived SIGKILL: {left}")
 
     # -- applications -----------------------------------------------------------------------------------------------
 
@@ -206,25 +204,10 @@ class StandaloneCluster:
     def session(self, app_name: str = "elastic_spark.testing", **conf: str) -> SparkSession:
         """A session on this cluster, in this process; one that an earlier call made is stopped first.
 
-        ``conf`` overrides `conf` (``**{"spark.speculation": "true"}``). The driver's JVM starts without any Spark
-        setting, so that none survives into the next session. Raises `EnvironmentUnfit` where another SparkContext is
-        active in this process.
+        ``conf`` overrides `conf` (``**{"spark.speculation": "true"}``). Raises `EnvironmentUnfit` where another
+        SparkContext is active in this process.
         """
-        if self._session is not None:
-            _bounded(self._session.stop, STOP_LIMIT_S)
-            self._session = None
-        if SparkContext._active_spark_context is not None:
-            raise EnvironmentUnfit("a SparkContext is already active in this process: stop it (spark.stop()) first")
-        settings = {**self.conf, **conf}
-        with _environment({**self._env(), "PYSPARK_SUBMIT_ARGS": self._driver_args(settings)}):
-            if SparkContext._gateway is None:
-                SparkContext._ensure_initialized()
-                self._own_gateway = True
-            builder = SparkSession.builder.appName(app_name)
-            for key, value in settings.items():
-                builder = builder.config(key, value)
-            self._session = builder.getOrCreate()
-        return self._session
+        return self._session.open(app_name, {**self.conf, **conf}, self._env())
 
     def spark_submit(
         self,
@@ -308,10 +291,7 @@ class StandaloneCluster:
     def processes(self, *, daemons: bool = True) -> list[Process]:
         """All living processes that the cluster started, directly or not; ``daemons=False`` leaves out its own
         (master, workers and the JVM behind `session`), so that what remains belongs to applications."""
-        own = {daemon.pid for daemon in self._daemons.values()}
-        gateway = SparkContext._gateway
-        if self._own_gateway and gateway is not None:
-            own.add(gateway.proc.pid)
+        own = {self._session.pid, *(daemon.pid for daemon in self._daemons.values())}
         return [
             Process(pid, " ".join(command), worker)
             for pid, command, worker in self._scan()
@@ -410,10 +390,6 @@ class StandaloneCluster:
             **self._extra_env,
         }
 
-    def _driver_args(self, settings: Mapping[str, str]) -> str:
-        memory, options = settings["spark.driver.memory"], settings["spark.driver.extraJavaOptions"]
-        return f'--driver-memory {memory} --driver-java-options "{options}" pyspark-shell'
-
     def _worker_marker(self, name: str) -> str:
         return f"{self._marker}_{name.replace('-', '_')}"
 
@@ -423,19 +399,6 @@ class StandaloneCluster:
             if command := keeper.command_line(pid):
                 worker = next((name for name in self._daemons if self._worker_marker(name) in names), None)
                 yield pid, command, worker
-
-    def _stop_session(self) -> None:
-        """Stop the session, and the JVM behind it where it is ours; a session that does not stop is cut off."""
-        if self._session is not None:
-            _bounded(self._session.stop, STOP_LIMIT_S)
-            self._session = None
-        gateway = SparkContext._gateway
-        if self._own_gateway and gateway is not None:
-            _bounded(gateway.shutdown, STOP_LIMIT_S)
-            SparkContext._gateway = SparkContext._jvm = None
-            gateway.proc.stdin.close()
-            _terminate(gateway.proc, STOP_LIMIT_S)
-        self._own_gateway = False
 
 
 def _package_root() -> list[str]:
@@ -453,40 +416,3 @@ def _as_executor(pid: int, command: list[str], worker: str | None) -> Executor |
         return None
     id, host, app_id = (options[name] for name in names)
     return Executor(id=id, pid=pid, host=host, worker=worker, app_id=app_id)
-
-
-def _terminate(process: subprocess.Popen[Any], limit_s: float) -> None:
-    """SIGTERM, and SIGKILL where that does not end it within ``limit_s``."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _bounded(call: Callable[[], Any], limit_s: float) -> None:
-    """Run a call that may hang or fail (its JVM may be dead) in a thread that is waited for ``limit_s``."""
-
-    def quiet() -> None:
-        with contextlib.suppress(Exception):
-            call()
-
-    thread = threading.Thread(target=quiet, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables for the time of a block: pyspark reads them when it starts its JVM and a context."""
-    before = {key: os.environ.get(key) for key in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
