@@ -39,6 +39,7 @@ def main() -> None:
         data={"train": train_rows, "val": val_rows},
         global_batch=options.global_batch,
         checkpoint_uri=options.checkpoint_uri,
+        tracking_uri=options.tracking_uri,
         experiment=options.experiment,
         job_name=options.job_name,
         work_dir=options.work_dir,
@@ -56,6 +57,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--min-num-proc", type=int, default=1, help="below it the job waits for new workers")
     parser.add_argument("--max-num-proc", type=int, default=None, help="more than this are never used")
     parser.add_argument("--checkpoint-uri", default=None, help="directory that outlives the workers and the driver")
+    parser.add_argument("--tracking-uri", default=None, help="MLflow store; default: what MLflow is set to")
     parser.add_argument("--experiment", default="flights", help="MLflow experiment")
     parser.add_argument("--job-name", default="flights", help="a second start under the same name resumes the first")
     parser.add_argument("--work-dir", default=None, help="holds <job-name>/events.jsonl, the log of the job")
@@ -162,6 +164,7 @@ def train(ctx, sizes, epochs, lr):
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits as loss_of
 
+    torch.set_num_threads(1)  # one core each
     torch.manual_seed(0)
     model = build_model(sizes)
     optimizer = hvd.DistributedOptimizer(
