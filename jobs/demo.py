@@ -131,9 +131,7 @@ def watch(
             killed = next(executor for executor, rank in rank_of.items() if rank == options.kill_rank)
             log.killed_at = time.time()
             victim = cluster.kill_executor(killed)
-            say(
-                f"kill -9 {victim.pid}: executor {killed}, the JVM of rank {options.kill_rank}, in the middle of epoch 2"
-            )
+            say(f"kill -9 {victim.pid}: executor {killed}, hosting rank {options.kill_rank}, in mid-epoch 2")
         if time.monotonic() - shown_at >= 2.0:
             shown_at = time.monotonic()
             say(progress(log, options.epochs))
