@@ -1,0 +1,39 @@
+# Each target works alone on a fresh machine with Python 3.11 or 3.12, a C++ compiler and Java 17 or newer.
+#
+#   make demo    set up, then train on real flights on a local Spark cluster that loses an executor
+#   make test    set up, then run all tests
+#   make check   set up, then lint, types, import rules (under a minute)
+#
+# Options: VENV=.venv, PYTHON=python3.11, TORCH=torch==2.13.0, ARGS="extra arguments".
+VENV ?= .venv
+ARGS ?=
+STAMP := $(VENV)/.setup-done
+# Stands before every command that runs Python: the environment's programs first, and its Java where it brings one.
+RUN = env PATH="$(abspath $(VENV))/bin:$$PATH" $$(test -s $(VENV)/java-home && echo JAVA_HOME="$$(cat $(VENV)/java-home)")
+
+.PHONY: demo test check setup clean bench-recovery bench-data bench-state fuzz
+
+demo: setup
+	@$(RUN) python jobs/demo.py $(ARGS)
+
+test: setup
+	@$(RUN) python -m pytest $(ARGS)
+
+check: setup
+	@echo '[check] ruff' && $(RUN) ruff check -q . && $(RUN) ruff format -q --check .
+	@echo '[check] mypy' && $(RUN) mypy
+	@echo '[check] import rules' && $(RUN) lint-imports --no-logo
+
+setup: $(STAMP)
+
+# What the environment is made from. A change here, and only here, sets it up again.
+$(STAMP): pyproject.toml .ci/setup elastic_spark/horovod_mends.py elastic_spark/build_horovod.py
+	@.ci/setup $(VENV)
+	@touch $@
+
+# Measurements, each a script that says what it does with --help.
+bench-recovery bench-data bench-state fuzz: setup
+	@$(RUN) python tests/bench/$(subst -,_,$@).py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
