@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ROLES = ("plain", "grouped", "sparse", "compressed", "two_passes")  # kinds of `DistributedOptimizer`
+#: Kinds of `DistributedOptimizer`.
+ROLES = ("plain", "grouped", "sparse", "compressed", "two_passes")
 
 
 class Template:
@@ -73,9 +74,10 @@ class Worker:
     writer: asyncio.StreamWriter
     pid: int = 0
     alive: bool = True
+    leaving: bool = False
     asking: str | None = None
     steps: list[Step] = field(default_factory=list)
-    inits: list[tuple[int, float]] = field(default_factory=list)
+    inits: list[dict[str, Any]] = field(default_factory=list)
     failed_inits: list[tuple[int, str]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int | None = None
@@ -101,7 +103,7 @@ class World:
         self.ended = True
         self.formed_at: dict[int, float] = {}
         self.first = first
-        self.assigned = asyncio.Event()
+        self.mended: bool = template.mended
         self._template, self._job, self._options = template, job, options
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,6 +159,11 @@ class World:
             self.end()
         await self._consider()
 
+    async def leave(self, name: str) -> None:
+        """Lets a worker leave in good order, which takes it to its next commit."""
+        self.workers[name].leaving = True
+        await self.until(lambda: self.workers[name].exit_code == 0)
+
     def end(self) -> None:
         """The current generation cannot go on: whoever waits for one of its members is set free."""
         self.ended = True
@@ -187,23 +194,21 @@ class World:
     async def progress(self, size: int | None = None, steps: int = 2, limit: float = 30.0) -> None:
         """Waits until every living worker is in one generation, of ``size``, and has made ``steps`` steps in it."""
 
-        def made() -> bool:
-            recent = [self.workers[name].steps[-steps:] for name in self.members]
-            return (
-                not self.ended
-                and sorted(self.members) == sorted(self.alive())
-                and size in (None, len(self.members))
-                and all(len(last) == steps and last[0].generation == self.generation for last in recent)
-            )
+        await self.until(lambda: self.has_progress(size, steps), limit)
 
-        await self.until(made, limit)
+    def has_progress(self, size: int | None = None, steps: int = 2) -> bool:
+        recent = [self.workers[name].steps[-steps:] for name in self.members]
+        return (
+            not self.ended
+            and sorted(self.members) == sorted(self.alive())
+            and size in (None, len(self.members))
+            and all(len(last) == steps and last[0].generation == self.generation for last in recent)
+        )
 
     def pause_after(self, at: float) -> float:
-        """Seconds from ``at`` until the last of the current members has made a step again, in the current generation."""
-        steps = [step for name in self.members for step in self.workers[name].steps]
-        again = [step.at for step in steps if step.generation == self.generation and step.at > at]
-        first = {name: min(s.at for s in self.workers[name].steps if s.at in again) for name in self.members}
-        return max(first.values()) - at
+        """Seconds from ``at`` until all current members have made a step in the current generation."""
+        steps = {name: self.workers[name].steps for name in self.members}
+        return max(min(s.at for s in made if s.generation == self.generation) for made in steps.values()) - at
 
     def check_equal_states(self) -> None:
         """Every rank has the same parameters after the same step of a generation."""
@@ -247,13 +252,17 @@ class World:
             if worker.name in self.members and not self.ended and worker.asking != "reset":
                 self.end()
         elif kind == "init":
-            worker.inits.append((message["generation"], message["seconds"]))
+            worker.inits.append(message)
         elif kind == "init_failed":
             worker.failed_inits.append((message["generation"], message["error"]))
         else:
             worker.notes.append({"kind": kind, **message})
 
     async def _consider(self) -> None:
+        for worker in self.workers.values():
+            if worker.leaving and worker.asking:
+                self.send(worker.name, kind="leave")
+                worker.alive, worker.asking = False, None
         asking = [worker.name for worker in self.workers.values() if worker.alive and worker.asking]
         left = [name for name in self.members if self.workers[name].alive]
         enough = len(asking) >= (self.first if self.generation == 0 else 1)
@@ -276,13 +285,13 @@ class World:
             self.send(members[rank], kind="assign", generation=generation, rank=rank, size=len(members), env=env)
         if self.ended:
             self.end()
-        self.assigned.set()
 
     async def _notify(self) -> None:
-        """Horovod drops notices when it resets, so they are repeated while somebody waits to join."""
+        """Horovod drops notices when it resets, so they are repeated while somebody wants to join or to leave."""
         while True:
             await asyncio.sleep(0.1)
-            if any(w.alive and w.asking and w.name not in self.members for w in self.workers.values()):
+            joining = any(w.alive and w.asking and w.name not in self.members for w in self.workers.values())
+            if joining or any(w.alive and w.leaving for w in self.workers.values()):
                 for name in self.members if not self.ended else ():
                     self.send(name, kind="notify")
 
@@ -343,7 +352,8 @@ class PipeSession:
         return assignment
 
     def initialised(self, assignment: Any, seconds: float) -> None:
-        self.send("init", generation=assignment.generation, seconds=seconds)
+        resources = {"fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+        self.send("init", generation=assignment.generation, seconds=seconds, **resources, rss=resident_bytes())
 
     def init_failed(self, assignment: Any, error: str) -> None:
         self.send("init_failed", generation=assignment.generation, error=error)
@@ -357,7 +367,11 @@ class PipeSession:
         self.send("step", **where, step=step, digest=digest, at=time.monotonic())
 
 
-def model_and_optimizer(role: str) -> tuple[Any, Any, Callable[[], Any]]:
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def model_and_optimizer(role: str, momentum: float = 0.9) -> tuple[Any, Any, Callable[[], Any]]:
     """A model, its distributed optimizer of a kind, and a function that gives a loss."""
     import horovod.torch as hvd
     import torch
@@ -374,7 +388,7 @@ def model_and_optimizer(role: str) -> tuple[Any, Any, Callable[[], Any]]:
         "compressed": {"compression": hvd.Compression.fp16},
         "two_passes": {"backward_passes_per_step": 2},
     }[role]
-    local = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if role == "sparse" else 0.9)
+    local = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     optimizer = hvd.DistributedOptimizer(local, named_parameters=model.named_parameters(), **extra)
 
     def loss() -> Any:
@@ -409,7 +423,179 @@ def train(session: PipeSession, name: str, pause: float = 0.0) -> None:
     loop(state)
 
 
-JOBS: dict[str, Callable[..., None]] = {"train": train}
+def train_among_strangers(session: PipeSession, name: str, port: int) -> None:
+    """Trains while threads open, use and close connections of their own to an echo server at ``port``."""
+    from elastic_spark.worker import collective
+
+    collective._world.interrupt = None  # by the sockets, also on a mended Horovod
+
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(b"x" * 100)
+        received = 0
+        while received < 100:
+            data = connection.recv(100)
+            if not data:
+                raise ConnectionError("closed")
+            received += len(data)
+
+    def converse(lasting: list[socket.socket]) -> None:
+        count = 0
+        try:
+            while True:
+                with socket.create_connection(("127.0.0.1", port)) as brief:
+                    for connection in (brief, *lasting, brief):
+                        talk(connection)
+                count += 1
+                if count % 20 == 0:
+                    session.send("conversed", count=count)
+                time.sleep(0.001)
+        except OSError as error:
+            session.send("stranger_broken", error=str(error))
+
+    for _ in range(4):
+        lasting = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        threading.Thread(target=converse, args=[lasting], daemon=True).start()
+    train(session, name)
+
+
+def go_on_without_restore(session: PipeSession, name: str, role: str, reset: bool = True) -> None:
+    """A loop of the user's own: after a failed collective the optimizer is reset, and nothing is restored."""
+    import horovod.torch as hvd
+    import torch
+    from horovod.common.exceptions import HorovodInternalError
+
+    from elastic_spark.worker import collective
+
+    hvd.init()
+    torch.manual_seed(1)
+    model, optimizer, loss = model_and_optimizer(role, momentum=0.0)
+    step, synced = 0, 0
+    while True:
+        try:
+            if synced != collective.current().generation:
+                step = hvd.broadcast_object(step, root_rank=0)
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+                synced = collective.current().generation
+            optimizer.zero_grad()
+            loss().backward()
+            session.pass_gate()
+            if role == "two_passes":
+                loss().backward()
+            optimizer.step()
+            step += 1
+            session.report(model, step)
+        except HorovodInternalError:
+            hvd.shutdown()
+            hvd.init()
+            if reset:
+                collective.reset_optimizer_handles(optimizer)
+        except AssertionError as error:
+            session.send("stale", error=str(error))
+            session.commands.get()
+
+
+def mismatch(session: PipeSession, name: str) -> None:
+    """A mistake of the user's: shapes that differ between ranks."""
+    import horovod.torch as hvd
+    import torch
+    from horovod.common.exceptions import HorovodInternalError
+
+    from elastic_spark.worker import collective
+
+    hvd.init()
+    assert collective.last_collective_error() is None
+    with contextlib.suppress(HorovodInternalError):
+        hvd.allreduce(torch.zeros(2 + hvd.rank()), name="shape")
+    session.send("error", text=collective.last_collective_error())
+    hvd.shutdown()
+    hvd.init()
+    session.send("after", text=collective.last_collective_error())
+    session.commands.get()
+
+
+def init_again(session: PipeSession, name: str) -> None:
+    """``hvd.init`` and ``hvd.shutdown`` in every order and number that users call them."""
+    import horovod.torch as hvd
+    import torch
+
+    from elastic_spark.worker import collective
+
+    hvd.shutdown()
+    for _ in range(3):
+        hvd.init()
+        hvd.elastic.init()
+        place = collective.current()
+        assert (hvd.rank(), hvd.size()) == (place.rank, place.size)
+        assert not collective.in_native_init()
+        session.send("sum", value=float(hvd.allreduce(torch.ones(1), op=hvd.Sum)))
+        hvd.shutdown()
+        hvd.shutdown()
+        assert collective.current() is None
+    session.send("done")
+    session.commands.get()
+
+
+def reset_often(session: PipeSession, name: str, times: int) -> None:
+    """Resets without a fault, with one small collective in each world."""
+    import horovod.torch as hvd
+    import torch
+
+    for _ in range(times):
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+        hvd.shutdown()
+    session.send("done")
+    session.commands.get()
+
+
+def aborted_while_starting(session: PipeSession, name: str) -> None:
+    """The driver's abort comes while the native init is on its way to success."""
+    import horovod.torch as hvd
+
+    from elastic_spark.worker import collective
+
+    world = collective._world
+    native = world.native_init
+    times = []
+
+    def init(*arguments: Any) -> bool:
+        succeeded = native(*arguments)
+        if not times:
+            assert collective.in_native_init()
+            collective.abort(world.assignment.generation, [("127.0.0.1", 1)])
+            collective.abort(world.assignment.generation + 1, [("127.0.0.1", 1)])
+        times.append(1)
+        return succeeded
+
+    world.native_init = init
+    hvd.init()
+    session.send("done", size=hvd.size())
+    session.commands.get()
+
+
+def freeze_at_init(session: PipeSession, name: str) -> None:
+    """Has its place in the world, and stops before it publishes an address."""
+    import horovod.torch as hvd
+
+    from elastic_spark.worker import collective
+
+    collective._world.native_init = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    hvd.init()
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    job.__name__: job
+    for job in (
+        train,
+        train_among_strangers,
+        go_on_without_restore,
+        mismatch,
+        init_again,
+        reset_often,
+        aborted_while_starting,
+        freeze_at_init,
+    )
+}
 
 
 def work(connection: socket.socket, name: str, job: str, options: dict[str, Any]) -> None:

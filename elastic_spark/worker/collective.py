@@ -165,8 +165,8 @@ def install(session: Session) -> None:
         RuntimeError: installed before, or Horovod is initialised already.
     """
     global _world
-    import horovod.common.elastic  # type: ignore[import-untyped]
-    import horovod.torch.mpi_ops  # type: ignore[import-untyped]
+    import horovod.common.elastic
+    import horovod.torch.mpi_ops
 
     basics = horovod.torch.mpi_ops._basics
     if _world is not None or basics.is_initialized():
@@ -213,7 +213,7 @@ def notify_hosts_updated() -> None:
     To be repeated until the worker asks for an assignment: a state drops its notices when it is reset.
     """
     from horovod.common.elastic import notification_manager
-    from horovod.runner.elastic.worker import HostUpdateResult  # type: ignore[import-untyped]
+    from horovod.runner.elastic.worker import HostUpdateResult
 
     listeners = tuple(notification_manager._listeners)
     seen = [getattr(listener, "_last_updated_timestamp", 0) for listener in listeners]
@@ -248,7 +248,7 @@ def _installed() -> _World:
 
 def _record_errors(world: _World) -> None:
     """Notes every HorovodInternalError where it is made: Horovod raises it in a dozen places."""
-    from horovod.common.exceptions import HorovodInternalError  # type: ignore[import-untyped]
+    from horovod.common.exceptions import HorovodInternalError
 
     def noting(error: Exception, *arguments: object) -> None:
         RuntimeError.__init__(error, *arguments)
