@@ -113,9 +113,10 @@ class WorkerProcess:
 
 
 #: What a worker inherits of the executor's environment. The driver's environment never reaches it.
-_PASSED = ("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "HOSTNAME", "VIRTUAL_ENV", "CONDA_PREFIX")
-_PASSED_PREFIXES = ("LC_", "LD_", "SPARK_", "PYSPARK_", "PYTHON", "JAVA_", "CUDA", "NVIDIA_", "NCCL_", "OMP_", "MKL_")
-_PASSED_PREFIXES += ("OPENBLAS_", "GLOO_", "HADOOP_", "HOROVOD_", "COVERAGE_")
+_PASSED = frozenset(("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "HOSTNAME", "VIRTUAL_ENV", "CONDA_PREFIX"))
+_PASSED_PREFIXES = tuple(
+    "LC_ LD_ SPARK_ PYSPARK_ PYTHON JAVA_ CUDA NVIDIA_ NCCL_ OMP_ MKL_ OPENBLAS_ GLOO_ HADOOP_ HOROVOD_ COVERAGE_".split()
+)
 _WITHHELD = ("SECRET", "TOKEN", "PASSWORD", "CREDENTIAL", "PYTHON_WORKER_FACTORY")
 
 

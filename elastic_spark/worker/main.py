@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
+import psutil
 
 from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.manifest import Manifest
@@ -29,8 +30,10 @@ def main() -> int:
     payload = sys.stdin.buffer.read()
     key = bytes.fromhex(config.pop("key"))
     hello = {"role": "worker", "worker": config["worker"], "pid": os.getpid()}
-    session = WorkerSession(Channel.connect(tuple(config["address"]), key, hello), config)
+    channel = Channel.connect((config["address"][0], config["address"][1]), key, hello)
+    session = WorkerSession(channel, config)
     bind(session)
+    os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface(channel.local_host, config.get("nics")))
     from elastic_spark.worker import collective  # imports torch and Horovod: what being warm means
 
     collective.install(session)
@@ -93,6 +96,18 @@ def _wants_context(function: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return bool(names) and names[0] == "ctx"
+
+
+def _interface(address: str, nics: list[str] | None) -> str:
+    """The network interface for Gloo: the one given that this machine has, else the one that reaches the driver."""
+    present = psutil.net_if_addrs()
+    for name in nics or ():
+        if name in present:
+            return name
+    for name, entries in present.items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return "lo"
 
 
 def _warm_up() -> None:

@@ -1,0 +1,484 @@
+"""`run`: train a function on Spark executors that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import cloudpickle
+
+from elastic_spark import errors
+from elastic_spark.checkpoint import Checkpoint, CheckpointStore
+from elastic_spark.config import JobConfig
+from elastic_spark.core import events as ev
+from elastic_spark.core import job as core
+from elastic_spark.core.lanes import LanePlan, choose_lanes
+from elastic_spark.core.manifest import Manifest
+from elastic_spark.core.metrics import Summary
+
+LARGE_CLOSURE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Result(Sequence[Any]):
+    """What the function returned, by rank of the last world, and the story of the job.
+
+    Attributes:
+        run_id: of the MLflow run; empty where tracking is off.
+        events_path: the event log, from which everything in ``summary`` can be recomputed.
+        summary: figures; see `elastic_spark.core.metrics`.
+    """
+
+    values: list[Any]
+    run_id: str
+    events_path: str
+    summary: dict[str, Any] = field(repr=False)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int | None = None,
+    nics: Sequence[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    *,
+    data: Mapping[str, Any] | None = None,
+    config: str | Path | None = None,
+    **options: Any,
+) -> Result:
+    """Run ``fn`` as an elastic Horovod job on the executors of the active Spark session.
+
+    The first arguments are those of ``horovod.spark.run_elastic``; a function written for it runs unchanged.
+
+    Args:
+        fn: runs on every worker; called as ``fn(ctx, *args, **kwargs)`` where its first parameter is named ``ctx``,
+            else as ``fn(*args, **kwargs)``.
+        stdout, stderr: streams for the workers' output; default: shown when ``verbose`` is 2, kept below ``work_dir``.
+        data: data sets by name: a Spark DataFrame, or the path or URI of Parquet files.
+        config: YAML file with options.
+        options: any further field of `elastic_spark.JobConfig`.
+
+    Returns:
+        The values by rank with ``run_id``, ``events_path`` and ``summary``.
+
+    Raises:
+        ConfigError, EnvironmentUnfit, DataError: before any worker starts.
+        UserCodeFailed: ``fn`` raised; the message holds the worker's traceback.
+        NotEnoughWorkers, ResetLimitReached, JobHeld, JobCancelled, StateDiverged: see `elastic_spark.errors`.
+        KeyboardInterrupt: Ctrl-C; the job has been ended and its run is KILLED.
+    """
+    settings = JobConfig.resolve(
+        config,
+        num_proc=num_proc,
+        min_num_proc=min_num_proc,
+        max_num_proc=max_num_proc,
+        start_timeout=start_timeout,
+        elastic_timeout=elastic_timeout,
+        reset_limit=reset_limit,
+        env=dict(env) if env is not None else None,
+        verbose=verbose,
+        nics=nics,
+        **options,
+    )
+    from elastic_spark.driver import spark
+
+    context = spark.active_session().sparkContext
+    settings = settings.with_workers(spark.offered_slots(context))
+    payload = _pickled(fn, args, kwargs or {})
+    streams = _Output(stdout, stderr, settings.verbose, prefix_output_with_timestamp)
+    job = _Run(settings, context, payload, data or {}, streams)
+    with job.reserved():
+        return job.train()
+
+
+class _Run:
+    """One call of `run`: sets the parts up in order, and takes them down in the other one."""
+
+    def __init__(
+        self, settings: JobConfig, context: Any, payload: bytes, data: Mapping[str, Any], output: _Output
+    ) -> None:
+        from elastic_spark.driver.jobfile import JobFile
+
+        self.settings, self.context, self.payload, self.output = settings, context, payload, output
+        self.name = settings.job_name or f"job-{uuid.uuid4().hex[:8]}"
+        self.work = Path(settings.work_dir).absolute() / self.name
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.store_uri = f"{settings.checkpoint_uri or self.work / 'checkpoints'}"
+        if settings.checkpoint_uri:
+            self.store_uri = f"{settings.checkpoint_uri.rstrip('/')}/{self.name}"
+        self.data = data
+        self.store = CheckpointStore(self.store_uri)
+        self.job_file = JobFile(self.store_uri, lambda why: self._fault("JobHeld", why))
+        self.controller: Any = None
+
+    def _fault(self, kind: str, why: str) -> None:
+        if self.controller is not None:
+            self.controller.post(core.Fault(kind, why))
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Hold the job's name; say at the end how it ended."""
+        record, self.resumed = self.job_file.claim()
+        self.job_id, self.run_id = record.job_id, record.run_id
+        status = "FAILED"
+        try:
+            yield
+            status = "FINISHED"
+        except (KeyboardInterrupt, errors.JobCancelled):
+            status = "KILLED"
+            raise
+        finally:
+            self.job_file.release(status)
+
+    def train(self) -> Result:
+        from elastic_spark.driver.journal import Journal
+        from elastic_spark.progress import Progress
+        from elastic_spark.tracking import Tracker
+
+        settings = self.settings
+        manifests, plans = self._freeze()
+        newest, rejected = self._newest()
+        tracker = None
+        if settings.tracking:
+            tracker = Tracker(
+                tracking_uri=settings.tracking_uri,
+                experiment=settings.experiment,
+                run_name=settings.run_name or self.name,
+                job_name=self.name,
+                job_id=self.job_id,
+                spool_dir=str(self.work / "spool"),
+                run_id=self.run_id or None,
+            )
+            self.run_id = tracker.start(_params(settings, plans), {"elastic.events": str(self.work / "events.jsonl")})
+            self.job_file.set_run(self.run_id)
+        summary = Summary()
+        path = self.work / "events.jsonl"
+        if self.resumed and path.exists():
+            with path.open(encoding="utf-8") as lines:
+                for past in ev.read_log(lines):
+                    summary.add(past)
+        elif path.exists():
+            path.replace(path.with_suffix(f".{os.getpid()}.old.jsonl"))
+        readers = [summary.add]
+        if settings.verbose >= 1:
+            readers.append(Progress(sys.stderr).publish)
+        if tracker is not None:
+            readers.append(tracker.publish)
+        journal = Journal(path, readers)
+        status = "FAILED"
+        try:
+            ended, blobs = self._conduct(journal, manifests, plans, newest, rejected)
+            status = ended.status
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            journal.close()
+            figures = summary.result()
+            if tracker is not None:
+                tracker.finish(status, summary=figures, artifacts=self._artifacts(path))
+        _raise_if_failed(ended)
+        values = [cloudpickle.loads(blob) if blob is not None else None for blob in blobs]
+        return Result(values, self.run_id, str(path), figures)
+
+    def _freeze(self) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
+        from elastic_spark.driver.freeze import freeze
+
+        settings = self.settings
+        assert settings.max_num_proc is not None
+        manifests, plans = {}, {}
+        for name, source in self.data.items():
+            base = settings.data_uri or str(self.work / "data")
+            manifest = freeze(source, f"{base.rstrip('/')}/{name}", name=name)
+            lanes = settings.lanes or choose_lanes(settings.max_num_proc, settings.global_batch, manifest.rows)
+            manifests[name] = manifest
+            plans[name] = LanePlan(manifest.group_rows, lanes, settings.global_batch, settings.seed, settings.shuffle)
+        return manifests, plans
+
+    def _newest(self) -> tuple[Checkpoint | None, list[Any]]:
+        if not self.resumed:
+            return None, []
+        return self.store.newest_valid(self.job_id)
+
+    def _conduct(
+        self,
+        journal: Any,
+        manifests: Mapping[str, Manifest],
+        plans: Mapping[str, LanePlan],
+        newest: Checkpoint | None,
+        rejected: Sequence[Any],
+    ) -> tuple[core.Ended, list[bytes | None]]:
+        """Start controller and slots, wait for the end, and leave nothing behind."""
+        from elastic_spark.agent.main import Launch
+        from elastic_spark.driver import spark
+        from elastic_spark.driver.controller import Controller
+
+        settings, key = self.settings, secrets.token_bytes(32)
+        slots: spark.SparkSlots | None = None
+
+        def on_generation(number: int, cause: str, size: int) -> None:
+            if slots is not None:
+                slots.describe(f"elastic_spark {self.name}: generation {number}, {size} workers ({cause})")
+
+        controller = self.controller = Controller(
+            settings.job_options(),
+            host=spark.driver_host(self.context),
+            key=key,
+            job_id=self.job_id,
+            plans=plans,
+            seed=settings.seed,
+            journal=journal,
+            store=self.store,
+            keep=settings.keep_checkpoints,
+            run_id=self.run_id,
+            resumed=newest,
+            members_path=self.work / "members.json",
+            worker_output=self.output.lines,
+            on_generation=on_generation,
+            on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
+        )
+        address = controller.start()
+        self._record_start(controller, manifests, plans, newest, rejected)
+        launch = Launch(
+            job_id=self.job_id,
+            address=address,
+            key=key,
+            payload=self.context.broadcast(self.payload),
+            worker=self._worker_config(manifests, plans),
+            env=self._worker_env(),
+        )
+        assert settings.max_num_proc is not None
+        slots = spark.SparkSlots(
+            self.context,
+            launch,
+            settings.max_num_proc + settings.spares,
+            on_draining=lambda executor, why: controller.post(core.Draining(executor, why)),
+            on_ended=lambda slot, why: controller.record(lambda now: ev.SlotEnded(at=now, slot=slot, reason=why)),
+            on_fault=lambda kind, why: controller.post(core.Fault(kind, why)),
+        )
+        slots.start()
+        try:
+            with _terminated_means_cancelled(controller):
+                _wait(controller)
+            return controller.outcome()
+        finally:
+            slots.stop()
+            with contextlib.suppress(Exception):  # the context may be stopped: then the broadcast is gone already
+                launch.payload.unpersist()
+
+    def _record_start(
+        self,
+        controller: Any,
+        manifests: Mapping[str, Manifest],
+        plans: Mapping[str, LanePlan],
+        newest: Checkpoint | None,
+        rejected: Sequence[Any],
+    ) -> None:
+        from elastic_spark.driver import spark
+
+        settings = self.settings
+        controller.record(
+            lambda now: ev.JobStarted(
+                at=now,
+                job_name=self.name,
+                job_id=self.job_id,
+                run_id=self.run_id,
+                num_proc=settings.num_proc or 0,
+                min_num_proc=settings.min_num_proc or 0,
+                max_num_proc=settings.max_num_proc or 0,
+                resumed_from=newest.uri if newest is not None else None,
+                resumed_step=newest.step if newest is not None else 0,
+                config=settings.public(),
+                versions=_versions(),
+            )
+        )
+        for item in rejected:
+            controller.record(lambda now, item=item: ev.CheckpointRejected(at=now, uri=item.uri, reason=item.reason))
+        for name, plan in plans.items():
+            controller.record(
+                lambda now, name=name, plan=plan: ev.DatasetFrozen(
+                    at=now,
+                    dataset=name,
+                    rows=plan.rows,
+                    digest=manifests[name].digest,
+                    lanes=plan.lanes,
+                    seed=plan.seed,
+                    global_batch=plan.global_batch,
+                    steps_per_epoch=plan.steps_per_epoch,
+                    row_groups=len(plan.groups),
+                )
+            )
+        for sentence in spark.settings_that_hurt(self.context):
+            controller.record(lambda now, text=sentence: ev.Warned(at=now, message=text, where="Spark settings"))
+
+    def _worker_config(self, manifests: Mapping[str, Manifest], plans: Mapping[str, LanePlan]) -> dict[str, Any]:
+        settings = self.settings
+        datasets = {
+            name: {
+                "manifest": json.loads(manifest.to_json()),
+                "groups": plans[name].groups,
+                "plan": {
+                    "lanes": plans[name].lanes,
+                    "global_batch": plans[name].global_batch,
+                    "seed": plans[name].seed,
+                    "shuffle": plans[name].shuffle,
+                },
+            }
+            for name, manifest in manifests.items()
+        }
+        return {
+            "datasets": datasets,
+            "seed": settings.seed,
+            "cache_dir": settings.cache_dir,
+            "checkpoint_uri": self.store_uri,
+            "rpo_target_s": settings.rpo_target_s,
+            "ckpt_budget": settings.ckpt_budget,
+            "nics": settings.nics,
+        }
+
+    def _worker_env(self) -> dict[str, str]:
+        return {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "OMP_NUM_THREADS": "1", **(self.settings.env or {})}
+
+    def _artifacts(self, path: Path) -> dict[str, str]:
+        from elastic_spark.report import render_html
+
+        artifacts = {"elastic/events.jsonl": str(path)}
+        page = self.work / "report.html"
+        with path.open(encoding="utf-8") as lines:
+            page.write_text(render_html(list(ev.read_log(lines)), self.name), encoding="utf-8")
+        artifacts["elastic/report.html"] = str(page)
+        return artifacts
+
+
+class _Output:
+    """The workers' output, where it is wanted."""
+
+    def __init__(self, stdout: Any, stderr: Any, verbose: int, timestamps: bool) -> None:
+        self._stream = stdout or stderr or (sys.stderr if verbose >= 2 else None)
+        self._timestamps = timestamps
+
+    def lines(self, worker: str, lines: tuple[str, ...]) -> None:
+        if self._stream is None:
+            return
+        import time
+
+        stamp = time.strftime("%H:%M:%S ") if self._timestamps else ""
+        for line in lines:
+            self._stream.write(f"{stamp}[{worker}] {line}\n")
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """The call, as the workers get it. What cannot travel is named here, before anything starts."""
+    try:
+        payload: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise errors.ConfigError(
+            f"the training function cannot be sent to the workers: {error}{_culprit(fn)}. Create sessions, files and "
+            "locks inside of the function"
+        ) from error
+    if len(payload) > LARGE_CLOSURE:
+        print(
+            f"elastic_spark: the training function carries {len(payload) >> 20} MB along; give data by data={{...}}",
+            file=sys.stderr,
+        )
+    return payload
+
+
+def _culprit(fn: Callable[..., Any]) -> str:
+    """The name of the closed-over or global variable that cannot be pickled, where it can be told."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return ""
+    cells = zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=False)
+    candidates = {name: cell.cell_contents for name, cell in cells}
+    candidates.update({name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__})
+    for name, value in candidates.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f" (the variable {name!r}, a {type(value).__name__})"
+    return ""
+
+
+def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any]:
+    chosen = ("num_proc", "min_num_proc", "max_num_proc", "spares", "global_batch", "seed", "shuffle", "rpo_target_s")
+    params = {name: getattr(settings, name) for name in chosen}
+    params.update({f"{name}_rows": plan.rows for name, plan in plans.items()})
+    params.update({f"{name}_lanes": plan.lanes for name, plan in plans.items()})
+    return params
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for package in ("elastic_spark", "horovod", "torch", "pyspark", "mlflow"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed here"
+    return found
+
+
+def _wait(controller: Any) -> None:
+    """Until the job has ended. Ctrl-C cancels it first, waits for its end, and then is raised."""
+    try:
+        while not controller.wait(0.2):
+            pass
+    except KeyboardInterrupt:
+        controller.post(core.Fault("JobCancelled", "interrupted by Ctrl-C"))
+        controller.wait(40.0)
+        raise
+
+
+@contextlib.contextmanager
+def _terminated_means_cancelled(controller: Any) -> Iterator[None]:
+    """SIGTERM ends the job in good order. Only the main thread may say so; elsewhere the signal is left alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    cancel = core.Fault("JobCancelled", "terminated by SIGTERM")
+    before = signal.signal(signal.SIGTERM, lambda *_: controller.post(cancel))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_if_failed(ended: core.Ended) -> None:
+    if ended.status == "FINISHED":
+        return
+    kind = getattr(errors, ended.kind, errors.ElasticSparkError)
+    if kind is errors.UserCodeFailed:
+        raise errors.UserCodeFailed(ended.error, ended.traceback)
+    raise kind(ended.error)

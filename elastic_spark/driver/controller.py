@@ -1,0 +1,512 @@
+"""The controller: one thread, one loop, the only writer of the driver's state.
+
+Everything that happens becomes an `Input` of `elastic_spark.core.job`; every `Effect` that comes back is done here, and
+nothing is decided here. The channel's server, the rendezvous and the clock live in the same event loop, so there is
+nothing to lock. What may block (verifying and committing checkpoints) runs in a thread of its own and comes back as a
+callback in the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
+from elastic_spark.core import events as ev
+from elastic_spark.core import job as core
+from elastic_spark.core.lanes import LanePlan, assign_lanes
+from elastic_spark.core.ledger import Ledger, Report
+from elastic_spark.driver import discovery
+from elastic_spark.driver.journal import Journal
+from elastic_spark.driver.rendezvous import Rendezvous
+from elastic_spark.transport import Address, Connection, Message, Server
+
+#: How long a lost connection waits for the agent's word on how the process ended.
+EXIT_GRACE_S = 0.05
+FAREWELL_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Runs a job from the first agent to the end.
+
+    Args:
+        options: what the decisions depend on.
+        host: the interface to bind to. key: the job's key. job_id: of the checkpoints to resume from.
+        plans: the order of each data set. seed: of the job.
+        journal: where facts go.
+        store: of checkpoints, or None. keep: how many. run_id: noted in each checkpoint.
+        resumed: the checkpoint that the first generation starts from.
+        members_path: where the member list is published.
+        worker_output: called with lines of the workers' output.
+        on_generation: called with ``(generation, cause, size)``. on_agent: with ``(slot, executor)``.
+    """
+
+    def __init__(
+        self,
+        options: core.Options,
+        *,
+        host: str,
+        key: bytes,
+        job_id: str,
+        plans: Mapping[str, LanePlan],
+        seed: int,
+        journal: Journal,
+        store: CheckpointStore | None,
+        keep: int,
+        run_id: str,
+        resumed: Checkpoint | None,
+        members_path: Path,
+        worker_output: Callable[[str, tuple[str, ...]], None],
+        on_generation: Callable[[int, str, int], None],
+        on_agent: Callable[[int, str], None],
+    ) -> None:
+        self._key, self._host, self._job_id, self._seed = key, host, job_id, seed
+        self._plans, self._journal, self._store, self._keep, self._run_id = plans, journal, store, keep, run_id
+        self._resumed = resumed
+        self._members_path, self._published = members_path, 0
+        self._worker_output, self._on_generation, self._on_agent = worker_output, on_generation, on_agent
+        self._wall, self._mono = time.time(), time.monotonic()
+        self._job = core.start(options, self._now())
+        self._ledger = Ledger(resumed.step if resumed is not None else 0)
+        self._agents: dict[str, Connection] = {}
+        self._workers: dict[str, Connection] = {}
+        self._names: dict[Connection, str] = {}
+        self._registered = 0
+        self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
+        self._results: dict[str, bytes] = {}
+        self._checkpointing = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._commits: set[asyncio.Task[None]] = set()
+        self._parent: str | None = resumed.name if resumed is not None else None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._rendezvous = Rendezvous(host)
+        self._server = Server(host, key, opened=self._opened, received=self._received, closed=self._closed)
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._started = threading.Event()
+        self._finished = threading.Event()
+        self._failure: BaseException | None = None
+        self._last_fact: ev.JobFinished | None = None
+        self.address: Address = (host, 0)
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+
+    # ------------------------------------------------------------------------------------- from other threads
+
+    def start(self) -> Address:
+        """Begin to listen; the address for agents and workers."""
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self.address
+
+    def post(self, happened: core.Input) -> None:
+        """Something happened. Safe from any thread; after the end it is passed over."""
+        if not self._finished.is_set():
+            self._loop.call_soon_threadsafe(self._turn, happened)
+
+    def record(self, make: Callable[[float], ev.Event]) -> None:
+        """Append a fact, made with the time of now. Safe from any thread."""
+        if not self._finished.is_set():
+            self._loop.call_soon_threadsafe(lambda: self._journal.append(make(self._now())))
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether the job has ended, within ``limit_s`` seconds.
+
+        Raises:
+            Exception: the loop itself failed; that is a defect of this package, and never swallowed.
+        """
+        ended = self._finished.wait(limit_s)
+        if ended and self._failure is not None:
+            raise self._failure
+        return ended
+
+    def outcome(self) -> tuple[core.Ended, list[bytes | None]]:
+        """How the job ended, and what the last world's ranks returned, pickled."""
+        assert self._job.ended is not None
+        return self._job.ended, [self._results.get(name) for name in self._job.members]
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:
+            self._failure = error
+            _log.exception("the controller failed")
+        finally:
+            self._checkpointing.shutdown(wait=False)
+            self._loop.close()
+            self._started.set()
+            self._finished.set()
+
+    def _unexpected(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A defect in a callback must end the job, not pass unseen."""
+        self._failure = self._failure or context.get("exception") or RuntimeError(context["message"])
+        self._over.set()
+
+    async def _main(self) -> None:
+        self._loop.set_exception_handler(self._unexpected)
+        self.address = await self._server.start()
+        self._started.set()
+        try:
+            while not self._over.is_set():
+                self._turn(core.Tick())
+                self._take_down(self._ledger.complete(self._now(), self._gone()))
+                await asyncio.sleep(core.TICK_S)
+            await self._farewell()
+        finally:
+            await self._rendezvous.close_all()
+            await self._server.stop()
+
+    def _now(self) -> float:
+        """Unix time that never jumps: set once, then the monotonic clock."""
+        return self._wall + (time.monotonic() - self._mono)
+
+    def _turn(self, happened: core.Input) -> None:
+        self._job, effects = core.step(self._job, happened, self._now())
+        for effect in effects:
+            _DO[type(effect)](self, effect)
+        if effects:
+            self._publish_members()
+
+    def _take_down(self, facts: list[ev.Event]) -> None:
+        for fact in facts:
+            self._journal.append(fact)
+
+    def _gone(self) -> frozenset[str]:
+        """Members that will report no more."""
+        workers = self._job.workers
+        return frozenset(
+            name for name in self._job.members if name not in workers or workers[name].stage is core.Stage.DONE
+        )
+
+    def _publish_members(self) -> None:
+        listed = [
+            discovery.Member(worker.id, worker.host)
+            for worker in self._job.workers.values()
+            if worker.stage is not core.Stage.WARMING and not self._is_draining(worker)
+        ]
+        version = hash(tuple(sorted(member.id for member in listed)))
+        if version != self._published:
+            self._published = version
+            discovery.publish(self._members_path, listed, self._job.generation)
+
+    def _is_draining(self, worker: core.Worker) -> bool:
+        agent = self._job.agents.get(worker.agent)
+        return agent is not None and agent.draining
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._settle_task)
+        return task
+
+    def _settle_task(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._unexpected(self._loop, {"exception": task.exception()})
+
+    # ------------------------------------------------------------------------------------------ what peers say
+
+    def _opened(self, connection: Connection) -> None:
+        hello = connection.hello
+        if hello["role"] == "agent":
+            name = f"a{self._registered}"
+            self._registered += 1
+            self._agents[name] = connection
+            self._names[connection] = name
+            self._journal.append(
+                ev.AgentRegistered(
+                    at=self._now(),
+                    agent=name,
+                    slot=hello["slot"],
+                    host=hello["host"],
+                    executor=hello["executor"],
+                    pid=hello["pid"],
+                )
+            )
+            self._on_agent(hello["slot"], hello["executor"])
+            self._turn(core.AgentUp(name, hello["slot"], hello["host"], hello["executor"]))
+        elif hello["worker"] in self._job.workers and hello["worker"] not in self._workers:
+            self._workers[hello["worker"]] = connection
+            self._names[connection] = hello["worker"]
+            self._turn(core.WorkerUp(hello["worker"]))
+        else:
+            connection.send({"type": "stop", "reason": "not a worker of this job any more"})
+            connection.close()
+
+    def _closed(self, connection: Connection) -> None:
+        name = self._names.pop(connection, None)
+        if name is None:
+            return
+        if self._agents.get(name) is connection:
+            del self._agents[name]
+            self._turn(core.AgentDown(name, "its connection ended"))
+        elif self._workers.get(name) is connection:
+            del self._workers[name]
+            self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(name, "process died", "connection ended"))
+
+    def _received(self, connection: Connection, message: Message, blob: bytes) -> None:
+        name = self._names.get(connection)
+        if name is None:
+            return
+        if self._agents.get(name) is connection:
+            self._agent_says(name, message)
+        elif self._workers.get(name) is connection:
+            self._worker_says(name, message, blob)
+
+    def _agent_says(self, agent: str, message: Message) -> None:
+        kind = message["type"]
+        if kind == "heartbeat":
+            self._turn(core.AgentHeard(agent))
+            for worker in message["busy"]:
+                self._turn(core.Heard(worker))
+        elif kind == "spawned":
+            known = self._job.agents.get(agent)
+            self._journal.append(
+                ev.WorkerSpawned(
+                    at=self._now(),
+                    worker=message["worker"],
+                    agent=agent,
+                    host=known.host if known else "",
+                    executor=known.executor if known else "",
+                    pid=message["pid"],
+                )
+            )
+        elif kind == "output":
+            self._worker_output(message["worker"], tuple(message["lines"]))
+        elif kind == "exited":
+            code = message["code"]
+            cause = "exited without returning" if code == 0 else "process died"
+            detail = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._turn(core.WorkerDown(message["worker"], cause, detail, code))
+        elif kind == "tail":
+            self._journal.append(
+                ev.WorkerExited(
+                    at=self._now(), worker=message["worker"], exit_code=message["code"], tail=message["tail"]
+                )
+            )
+
+    def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
+        kind = message["type"]
+        if kind == "heartbeat":
+            self._turn(core.Heard(worker, message["where"]))
+        elif kind == "progress":
+            reports = [
+                Report(step, at, rows, {name: (int(e), int(o)) for name, (e, o) in cursors.items()}, values)
+                for step, at, rows, cursors, values in message["reports"]
+            ]
+            self._ledger.report(worker, message["generation"], reports)
+        elif kind == "ready":
+            self._turn(core.Ready(worker))
+        elif kind == "asked":
+            self._turn(core.Asked(worker, message["generation"], message["step"], message["reason"], message["error"]))
+        elif kind == "initialised":
+            self._turn(core.Initialised(worker, message["generation"]))
+        elif kind == "checkpoint":
+            self._commit_checkpoint(worker, message)
+        elif kind == "checkpoint_skipped":
+            self._journal.append(ev.CheckpointSkipped(at=self._now(), step=message["step"], reason=message["reason"]))
+        elif kind == "result":
+            if worker in self._job.members:
+                self._results[worker] = blob
+                self._turn(core.Finished(worker))
+        elif kind == "user_error":
+            self._turn(core.UserError(worker, message["step"], message["at"], message["error"], message["traceback"]))
+        elif kind == "collective_failed":
+            self._turn(core.WorkerDown(worker, "collective failed", message["error"]))
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def _commit_checkpoint(self, worker: str, message: Message) -> None:
+        """A part has been written. Only a living member's counts: the manifest is the driver's to write."""
+        part = WrittenPart.from_dict(message["part"])
+        if self._store is None or worker not in self._job.members or worker not in self._job.workers:
+            return
+        fields = {
+            **message["fields"],
+            "job_id": self._job_id,
+            "run_id": self._run_id,
+            "generation": self._job.generation,
+            "world_size": len(self._job.members),
+            "parent": self._parent,
+            "created_unix": self._now(),
+        }
+        task = self._spawn(self._commit(self._store, part, fields, float(message["seconds"])))
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+
+    async def _commit(self, store: CheckpointStore, part: WrittenPart, fields: Mapping[str, Any], s: float) -> None:
+        def work() -> Checkpoint:
+            done = store.commit(part.step, part.token, [part], fields=fields)
+            store.prune(self._keep, job_id=self._job_id)
+            return done
+
+        try:
+            done = await self._loop.run_in_executor(self._checkpointing, work)
+        except Exception as error:  # storage: training goes on, and the log says so
+            self._journal.append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
+            return
+        self._parent = done.name
+        self._journal.append(
+            ev.CheckpointWritten(
+                at=self._now(),
+                step=done.step,
+                uri=done.uri,
+                digest=done.digest,
+                bytes=done.bytes,
+                seconds=s,
+                world_size=int(fields["world_size"]),
+            )
+        )
+
+    async def _newest_checkpoint(self) -> Checkpoint | None:
+        store = self._store
+        if store is None:
+            return None
+        if self._job.generation == 1:
+            return self._resumed
+        found, rejected = await self._loop.run_in_executor(
+            self._checkpointing, lambda: store.newest_valid(self._job_id)
+        )
+        for item in rejected:
+            self._journal.append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
+        return found
+
+    # ------------------------------------------------------------------------------------- doing what was decided
+
+    def _do_record(self, effect: core.Record) -> None:
+        if isinstance(effect.event, ev.JobFinished):
+            self._last_fact = effect.event  # the log ends with it; checkpoints may still be on their way
+        else:
+            self._journal.append(effect.event)
+
+    def _do_spawn(self, effect: core.Spawn) -> None:
+        self._tell(self._agents, effect.agent, {"type": "spawn", "worker": effect.worker})
+
+    def _do_kill(self, effect: core.Kill) -> None:
+        """Through the agent, which can kill a stopped process, and directly, for where the agent is cut off."""
+        self._tell(self._agents, effect.agent, {"type": "kill", "worker": effect.worker})
+        self._fence(effect.worker, "stop", "declared lost")
+
+    def _fence(self, worker: str, kind: str, reason: str) -> None:
+        """The worker's last message. Its connection is closed from this side, so nothing it says counts any more."""
+        connection = self._workers.pop(worker, None)
+        if connection is not None:
+            self._names.pop(connection, None)
+            connection.send({"type": kind, "reason": reason})
+            connection.close()
+
+    def _do_release(self, effect: core.Release) -> None:
+        connection = self._agents.pop(effect.agent, None)
+        if connection is not None:
+            self._names.pop(connection, None)
+            connection.send({"type": "stop", "reason": effect.reason})
+
+    def _do_dismiss(self, effect: core.Dismiss) -> None:
+        self._tell(self._workers, effect.worker, {"type": "leave", "reason": effect.reason})
+        self._results.pop(effect.worker, None)
+
+    def _do_notify(self, effect: core.Notify) -> None:
+        for worker in effect.workers:
+            self._tell(self._workers, worker, {"type": "notify"})
+
+    def _do_save_now(self, effect: core.SaveNow) -> None:
+        self._tell(self._workers, effect.worker, {"type": "save"})
+
+    def _do_break(self, effect: core.BreakGeneration) -> None:
+        self._rendezvous.cancel(effect.generation)
+        addresses = self._rendezvous.addresses(effect.generation)
+        for worker in effect.workers:
+            self._tell(
+                self._workers, worker, {"type": "abort", "generation": effect.generation, "addresses": addresses}
+            )
+
+    def _do_form(self, effect: core.Form) -> None:
+        self._spawn(self._form(effect))
+
+    async def _form(self, effect: core.Form) -> None:
+        restored = await self._newest_checkpoint() if effect.restore else None
+        step = restored.step if restored is not None else max(0, effect.step)
+        await self._rendezvous.open(effect.generation, effect.members)
+        environments = self._rendezvous.environment(effect.generation)
+        lanes = {
+            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}))
+            for name, plan in self._plans.items()
+        }
+        self._lanes = dict(lanes)
+        self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
+        self._journal.append(
+            ev.GenerationFormed(
+                at=self._now(),
+                generation=effect.generation,
+                members=effect.members,
+                joined=effect.joined,
+                lost=effect.lost,
+                left=effect.left,
+                cause=effect.cause,
+                source=effect.members[0],
+                step=step,
+                restored_from=restored.uri if restored is not None else None,
+                lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
+            )
+        )
+        for rank, (worker, environment) in enumerate(zip(effect.members, environments, strict=True)):
+            body = {
+                "lanes": {name: owned[worker] for name, owned in lanes.items()},
+                "restore": restored.name if restored is not None else None,
+                "seed": self._seed,
+            }
+            message = {"type": "assignment", "generation": effect.generation, "rank": rank, "env": environment}
+            self._tell(self._workers, worker, {**message, "size": len(effect.members), "body": body})
+        for old in range(max(1, effect.generation - 3), effect.generation):
+            self._rendezvous.close(old)
+        if self._job.broken and self._job.generation == effect.generation:
+            self._do_break(core.BreakGeneration(effect.generation, effect.members))  # broken before it was open
+        self._on_generation(effect.generation, effect.cause, len(effect.members))
+
+    def _do_end(self, effect: core.End) -> None:
+        self._take_down(self._ledger.close(self._now()) if effect.ended.status == "FINISHED" else [])
+        self._over.set()
+
+    async def _farewell(self) -> None:
+        """Pending commits, then everybody is told to go, and has a moment to."""
+        if self._commits:
+            await asyncio.wait(self._commits, timeout=30.0)
+        for worker in list(self._workers):
+            self._tell(self._workers, worker, {"type": "stop", "reason": "the job has ended"})
+        for agent in list(self._agents):
+            self._tell(self._agents, agent, {"type": "stop", "reason": "the job has ended"})
+        if self._last_fact is not None:
+            self._journal.append(self._last_fact)
+        deadline = time.monotonic() + FAREWELL_S
+        while (self._agents or self._workers) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        discovery.publish(self._members_path, [], self._job.generation)
+
+    def _tell(self, peers: Mapping[str, Connection], name: str, message: Message) -> None:
+        connection = peers.get(name)
+        if connection is not None:
+            connection.send(message)
+
+
+_DO: Mapping[type[core.Effect], Callable[[Controller, Any], None]] = {
+    core.Record: Controller._do_record,
+    core.Spawn: Controller._do_spawn,
+    core.Kill: Controller._do_kill,
+    core.Release: Controller._do_release,
+    core.Dismiss: Controller._do_dismiss,
+    core.Notify: Controller._do_notify,
+    core.SaveNow: Controller._do_save_now,
+    core.BreakGeneration: Controller._do_break,
+    core.Form: Controller._do_form,
+    core.End: Controller._do_end,
+}

@@ -1,0 +1,135 @@
+"""``job.json`` beside a job's checkpoints: which run the name stands for, and which driver holds it.
+
+One job name, one driver at a time. A driver writes its name and the time into the file every `RENEW_S`; another one may
+take the job over when that has not happened for `STALE_S`, or at once when the holder was a process of this machine that
+is gone. A holder that finds somebody else's name in the file has lost the job and must stop.
+
+This is a lease on storage without locks: between two drivers that start within one write of each other the later writer
+wins, and the other finds out at its next renewal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from elastic_spark.checkpoint.storage import open_storage
+from elastic_spark.errors import JobHeld, StorageFailed
+
+RENEW_S = 3.0
+STALE_S = 12.0
+FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """``status``: RUNNING, or how it ended. ``renewed_unix``: by the holder's clock."""
+
+    job_id: str
+    run_id: str = ""
+    status: str = "RUNNING"
+    holder: str = ""
+    host: str = ""
+    pid: int = 0
+    renewed_unix: float = 0.0
+
+
+class JobFile:
+    """The record of one job name, held by this driver once `claim` has returned.
+
+    Args:
+        uri: the folder of the job's checkpoints.
+        on_lost: called once when another driver has taken the job.
+    """
+
+    def __init__(self, uri: str, on_lost: Callable[[str], None]) -> None:
+        self._storage = open_storage(uri, None)
+        self._uri, self._on_lost = uri, on_lost
+        self._holder = uuid.uuid4().hex
+        self._record = JobRecord(job_id="")
+        self._stop = threading.Event()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def read(self) -> JobRecord | None:
+        """The stored record; None where there is none, or none that can be read."""
+        try:
+            if FILE not in self._storage.files(""):
+                return None
+            with self._storage.open(FILE) as file:
+                body = json.loads(file.read())
+            return JobRecord(**{name: body[name] for name in JobRecord.__dataclass_fields__ if name in body})
+        except (OSError, ValueError, TypeError, StorageFailed):
+            return None
+
+    def claim(self) -> tuple[JobRecord, bool]:
+        """Hold the job: ``(record, resumed)``, where ``resumed`` says that an unfinished one is taken up again.
+
+        Raises:
+            JobHeld: another driver is alive and holds it.
+            StorageFailed: the folder cannot be written.
+        """
+        before = self.read()
+        if before is not None and before.status == "RUNNING":
+            self._wait_for_holder(before)
+        resumed = before is not None and before.status != "FINISHED"
+        record = before if before is not None and resumed else JobRecord(job_id=uuid.uuid4().hex[:12])
+        self._record = replace(
+            record, status="RUNNING", holder=self._holder, host=socket.gethostname(), pid=os.getpid()
+        )
+        self._write()
+        self._thread.start()
+        return self._record, resumed
+
+    def _wait_for_holder(self, before: JobRecord) -> None:
+        """Until the holder is known to be gone."""
+        deadline = time.monotonic() + STALE_S
+        while not _is_gone(before):
+            now = self.read()
+            if now is not None and now.renewed_unix != before.renewed_unix:
+                raise JobHeld(
+                    f"the job at {self._uri} is held by a living driver (process {now.pid} on {now.host}): "
+                    "stop that one, or choose another job_name"
+                )
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.2)
+
+    def set_run(self, run_id: str) -> None:
+        """Note the tracking run that this job is."""
+        self._record = replace(self._record, run_id=run_id)
+        self._write()
+
+    def release(self, status: str) -> None:
+        """The job has ended with ``status``."""
+        self._stop.set()
+        self._record = replace(self._record, status=status)
+        self._write()
+
+    def _write(self) -> None:
+        with self._writing, self._storage.create(FILE) as sink:
+            body = asdict(replace(self._record, renewed_unix=time.time()))
+            sink.write(memoryview(json.dumps(body, indent=1).encode()))
+
+    def _renew(self) -> None:
+        while not self._stop.wait(RENEW_S):
+            found = self.read()
+            if found is not None and found.holder != self._holder:
+                self._on_lost(f"the job at {self._uri} was taken over by process {found.pid} on {found.host}")
+                return
+            try:
+                self._write()
+            except StorageFailed:
+                continue  # storage is away: training goes on; the next renewal tries again
+
+
+def _is_gone(record: JobRecord) -> bool:
+    if record.host != socket.gethostname() or record.pid == os.getpid():
+        return record.pid == os.getpid() and record.host == socket.gethostname()
+    return not os.path.exists(f"/proc/{record.pid}")

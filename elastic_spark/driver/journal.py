@@ -1,0 +1,31 @@
+"""The event log on disk, and everybody who reads along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from elastic_spark.core.events import Event, to_json
+
+
+class Journal:
+    """Appends each event as one line, then hands it to the readers. The controller's alone, so the lines are in order.
+
+    Args:
+        path: the log; created, or appended to when the job is taken up again.
+        readers: called with each event; they must neither block nor raise.
+    """
+
+    def __init__(self, path: Path, readers: Sequence[Callable[[Event], None]] = ()) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the job
+        self._readers = list(readers)
+
+    def append(self, event: Event) -> None:
+        self._file.write(to_json(event) + "\n")
+        for reader in self._readers:
+            reader(event)
+
+    def close(self) -> None:
+        self._file.close()

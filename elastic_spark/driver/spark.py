@@ -1,0 +1,270 @@
+"""Spark, as the driver sees it: slots that want to host workers, executors that drain or are gone, settings that hurt.
+
+*A slot* is a Spark job with one task and no barrier, submitted without a thread of its own (``collectAsync``). A job
+that cannot be placed yet is the request that makes dynamic allocation grow. A lost executor costs one task of one small
+job: Spark itself tries it again elsewhere, and when it has had enough of that (``spark.task.maxFailures``) the slot is
+submitted anew. No stage of the training can fail, because there is none.
+
+*Churn.* The end of an agent's connection is the fastest sign of a lost executor, well before Spark's own. What only
+Spark knows is asked every `POLL_S`: executors that are being decommissioned (``isExecutorActive`` is the one place
+where that shows), and why an executor was removed. A listener was not worth its callback server: it says nothing
+earlier, and nothing about draining.
+
+All of it happens in one thread, so that the job group and description, which Spark keeps by thread, are right.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+from elastic_spark.agent.main import Launch
+from elastic_spark.agent.task import SlotTask
+from elastic_spark.errors import EnvironmentUnfit
+
+POLL_S = 0.5
+#: A slot whose job failed so often in a row without an agent ever having registered will not work on this cluster.
+HOPELESS_FAILURES = 4
+_log = logging.getLogger(__name__)
+
+
+def active_session() -> SparkSession:
+    """The session to work in.
+
+    Raises:
+        EnvironmentUnfit: there is none, or it is one of Spark Connect, which has no SparkContext.
+    """
+    session = SparkSession.getActiveSession()
+    if session is None:
+        raise EnvironmentUnfit(
+            "no active SparkSession: create one first, for example SparkSession.builder.getOrCreate(), "
+            "or submit the script with spark-submit"
+        )
+    return require_context(session)
+
+
+def require_context(session: Any) -> SparkSession:
+    """``session`` itself when it has a SparkContext, an `EnvironmentUnfit` otherwise."""
+    if "pyspark.sql.connect" in type(session).__module__:
+        raise EnvironmentUnfit(
+            "this session is a Spark Connect session, which has no SparkContext: elastic_spark needs a classic one "
+            "(spark-submit; on Databricks a cluster in Dedicated access mode)"
+        )
+    assert isinstance(session, SparkSession)
+    return session
+
+
+def driver_host(context: SparkContext) -> str:
+    """The driver's address as executors reach it."""
+    return str(context.getConf().get("spark.driver.host") or "127.0.0.1")
+
+
+def is_local(context: SparkContext) -> bool:
+    """Whether tasks run inside the driver (``local[N]``): a try-out, in which no executor can come or go."""
+    master = str(context.master)
+    return master.startswith("local") and not master.startswith("local-cluster")
+
+
+def offered_slots(context: SparkContext) -> int:
+    """How many tasks the cluster says it can run at once, by configuration where that tells, else by what is there."""
+    conf = context.getConf()
+    if is_local(context):
+        return int(context.defaultParallelism)
+    cores = int(conf.get("spark.executor.cores") or 1)
+    per_executor = max(1, cores // max(1, int(float(conf.get("spark.task.cpus") or 1))))
+    for name in ("spark.dynamicAllocation.maxExecutors", "spark.executor.instances"):
+        value = conf.get(name)
+        if value and value.isdigit() and int(value) < 100_000:
+            return int(value) * per_executor
+    most = conf.get("spark.cores.max")
+    return int(most) if most else int(context.defaultParallelism)
+
+
+def settings_that_hurt(context: SparkContext) -> list[str]:
+    """Sentences about settings that would hurt an elastic job, each with what to set."""
+    conf = context.getConf()
+
+    def on(name: str, default: str = "false") -> bool:
+        return str(conf.get(name, default)).lower() == "true"
+
+    found = []
+    if on("spark.speculation"):
+        found.append("spark.speculation=true starts second copies of long tasks: set it to false for training")
+    if on("spark.excludeOnFailure.enabled"):
+        found.append(
+            "spark.excludeOnFailure.enabled=true takes nodes away for good after lost workers: set it to false"
+        )
+    for name in ("spark.python.worker.idleTimeoutSeconds",):
+        if int(float(str(conf.get(name, "0")).rstrip("s") or 0)) > 0:
+            found.append(f"{name} ends tasks that yield no rows, as ours do for as long as they train: set it to 0")
+    if is_local(context):
+        found.append("master is local: workers run on this machine, and no executor can come or go")
+    return found
+
+
+@dataclass
+class _Slot:
+    number: int
+    future: Any
+    failures: int = 0
+    seen: bool = False
+
+
+class SparkSlots:
+    """Keeps ``slots`` slots submitted until it is stopped.
+
+    Args:
+        context: the SparkContext.
+        launch: what each agent is given.
+        slots: how many.
+        on_draining: called with ``(executor, reason)`` when Spark begins to take an executor away.
+        on_ended: called with ``(slot, reason)`` when a slot's job has ended and is submitted anew.
+        on_fault: called with ``(kind, message)`` when the job cannot go on.
+    """
+
+    def __init__(
+        self,
+        context: SparkContext,
+        launch: Launch,
+        slots: int,
+        *,
+        on_draining: Callable[[str, str], None],
+        on_ended: Callable[[int, str], None],
+        on_fault: Callable[[str, str], None],
+    ) -> None:
+        self._context, self._launch, self._wanted = context, launch, slots
+        self._on_draining, self._on_ended, self._on_fault = on_draining, on_ended, on_fault
+        self._group = f"elastic_spark-{launch.job_id}"
+        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._slots: dict[int, _Slot] = {}
+        self._executors: set[str] = set()
+        self._draining: set[str] = set()
+        self._description = "elastic_spark"
+        self._thread = threading.Thread(target=self._serve, name="spark slots", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def agent_seen(self, slot: int, executor: str) -> None:
+        """An agent of the slot has registered, from ``executor``."""
+        self._commands.put(lambda: self._note(slot, executor))
+
+    def describe(self, text: str) -> None:
+        """What Spark's own UI shows for slots submitted from now on."""
+        self._commands.put(lambda: self._set_description(text))
+
+    def stop(self, limit_s: float = 10.0) -> None:
+        """Cancel what is still running. Returns when Spark was told, or after ``limit_s``."""
+        self._commands.put(None)
+        self._thread.join(limit_s)
+
+    def _note(self, slot: int, executor: str) -> None:
+        self._executors.add(executor)
+        if slot in self._slots:
+            self._slots[slot].seen = True
+
+    def _set_description(self, text: str) -> None:
+        self._description = text
+        self._context.setJobGroup(self._group, text, interruptOnCancel=False)
+
+    def _serve(self) -> None:
+        try:
+            self._set_description(self._description)
+            for number in range(self._wanted):
+                self._slots[number] = _Slot(number, self._submit(number))
+            while True:
+                try:
+                    command = self._commands.get(timeout=POLL_S)
+                except queue.Empty:
+                    self._poll()
+                    continue
+                if command is None:
+                    break
+                command()
+        except Exception as error:  # py4j raises many kinds when the JVM or the context is gone
+            stopped = _is_stopped(self._context)
+            kind = "JobCancelled" if stopped else "EnvironmentUnfit"
+            self._on_fault(kind, "the SparkContext was stopped" if stopped else f"Spark failed: {error}")
+        finally:
+            self._cancel()
+
+    def _submit(self, number: int) -> Any:
+        rdd = self._context.parallelize([number], 1).mapPartitions(SlotTask(self._launch, number))
+        return rdd._jrdd.collectAsync()
+
+    def _poll(self) -> None:
+        if _is_stopped(self._context):
+            raise RuntimeError("stopped")
+        for slot in self._slots.values():
+            if slot.future.isDone():
+                self._resubmit(slot)
+        self._look_for_draining()
+
+    def _resubmit(self, slot: _Slot) -> None:
+        reason = "ended"
+        try:
+            slot.future.get()
+        except Exception as error:  # the job's failure, or its cancellation, wrapped by py4j
+            reason = _first_line(error)
+        slot.failures = 0 if slot.seen else slot.failures + 1
+        if slot.failures >= HOPELESS_FAILURES:
+            self._on_fault(
+                "EnvironmentUnfit",
+                f"slot {slot.number} failed {slot.failures} times without its agent ever reaching the driver at "
+                f"{self._launch.address[0]}: can executors import elastic_spark and reach that address? Last: {reason}",
+            )
+        if _is_cancelled(reason):
+            self._on_fault("JobCancelled", f"the Spark job group was cancelled: {reason}")
+        self._on_ended(slot.number, reason)
+        slot.seen = False
+        slot.future = self._submit(slot.number)
+
+    def _look_for_draining(self) -> None:
+        backend = self._context._jsc.sc().schedulerBackend()
+        for executor in sorted(self._executors - self._draining - {"driver", "unknown"}):
+            try:
+                active = backend.isExecutorActive(executor)
+            except Exception as error:  # a backend without executors
+                _log.debug("no draining to see: %s", error)
+                self._executors.clear()
+                return
+            if not active:
+                self._draining.add(executor)
+                if executor in self._alive():
+                    self._on_draining(executor, "Spark is taking the executor away")
+
+    def _alive(self) -> set[str]:
+        identifiers = self._context._jsc.sc().getExecutorIds()
+        return {str(identifiers.apply(i)) for i in range(identifiers.size())}
+
+    def _cancel(self) -> None:
+        try:
+            self._context.cancelJobGroup(self._group)
+        except Exception as error:  # the context is stopped: nothing runs any more
+            _log.debug("cancelling: %s", error)
+
+
+def _is_stopped(context: SparkContext) -> bool:
+    try:
+        jsc = context._jsc
+        return jsc is None or bool(jsc.sc().isStopped())
+    except Exception:  # the JVM is gone
+        return True
+
+
+def _is_cancelled(reason: str) -> bool:
+    return "cancelled" in reason.lower() or "SPARK_JOB_CANCELLED" in reason
+
+
+def _first_line(error: BaseException) -> str:
+    java = getattr(error, "java_exception", None)
+    text = str(java.getMessage() if java is not None else error) or type(error).__name__
+    lines = [line for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)[:2000]
