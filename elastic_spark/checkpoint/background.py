@@ -12,7 +12,6 @@ import torch
 
 from elastic_spark.checkpoint.manifest import JSON, WrittenPart
 from elastic_spark.checkpoint.store import CheckpointStore
-from elastic_spark.errors import StorageFailed
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class WriteOutcome:
     step: int
     token: str
     part: WrittenPart | None
-    error: BaseException | None
+    error: Exception | None
     seconds: float
     bytes: int
 
@@ -111,12 +110,12 @@ class BackgroundWriter:
     def _write(self, order: _Order) -> WriteOutcome:
         started = time.monotonic()
         part: WrittenPart | None = None
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             part = self._store.write_part(
                 order.step, order.tensors, order.meta, token=order.token, part=order.part, parts=order.parts
             )
         except Exception as failure:  # whatever it is, training goes on and the driver is told
-            error = failure if not isinstance(failure, FileNotFoundError) else StorageFailed(str(failure))
+            error = failure
         seconds = time.monotonic() - started
         return WriteOutcome(order.step, order.token, part, error, seconds, part.bytes if part else 0)

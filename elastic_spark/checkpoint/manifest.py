@@ -159,7 +159,7 @@ def compose(step: int, token: str, parts: Sequence[WrittenPart], fields: Mapping
     body = {"format": FORMAT, "version": VERSION, "step": step, "token": token, "parts": len(parts), "files": files}
     body["fields"] = _finite(dict(fields))
     try:
-        return json.dumps(body | {"digest": _digest(body)}, indent=1, allow_nan=False).encode()
+        return _text(body | {"digest": _digest(body)})
     except TypeError as error:
         raise CheckpointError(f"step {step}: the manifest's fields must be JSON ({error})") from error
 
@@ -176,7 +176,7 @@ def parse(text: bytes, uri: str) -> Checkpoint:
             raise CheckpointInvalid(
                 f"{where}: format {body['format']!r} version {body['version']!r}, this release reads version {VERSION}"
             )
-        if _digest(body) != digest:
+        if _digest(body) != digest or _text(body | {"digest": digest}) != text:
             raise CheckpointInvalid(f"{where}: does not match its own digest, it was changed after it was written")
         checkpoint = Checkpoint(
             uri, body["step"], body["token"], body["parts"], _files(body["files"]), body["fields"], digest
@@ -212,6 +212,11 @@ def _files(items: Iterable[Mapping[str, Any]]) -> tuple[StoredFile, ...]:
         ):
             raise ValueError(f"file {file.name!r} without a size and a SHA-256")
     return files
+
+
+def _text(body: Mapping[str, Any]) -> bytes:
+    """The one way to write a manifest: what reads differently, byte for byte, is not as it was written."""
+    return json.dumps(body, indent=1, allow_nan=False).encode()
 
 
 def sha256(data: bytes) -> str:

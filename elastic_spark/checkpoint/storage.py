@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from elastic_spark.checkpoint.tensorfile import CHUNK, Readable
-from elastic_spark.errors import ConfigError, ElasticSparkError, StorageFailed
+from elastic_spark.errors import ConfigError, StorageFailed
 
 #: Mounts that take a file only as one sequential stream.
 SEQUENTIAL_MOUNTS = ("/Volumes/", "/dbfs/")
@@ -175,6 +176,36 @@ class SequentialStorage(LocalStorage):
                     raise
 
 
+class _GuardedSink:
+    """Tells an error of the storage from one of whoever makes the data: only the first is `StorageFailed`."""
+
+    def __init__(self, file: Any, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._file = file
+        self._guard = guard
+
+    def write(self, data: memoryview, /) -> None:
+        with self._guard():
+            self._file.write(data)
+
+
+class _GuardedSource:
+    """The same for reading."""
+
+    def __init__(self, file: Any, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._file = file
+        self._guard = guard
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        with self._guard():
+            count: int | None = self._file.readinto(buffer)
+            return count
+
+    def read(self) -> bytes:
+        with self._guard():
+            data: bytes = self._file.read()
+            return data
+
+
 class ObjectStorage:
     """Anything fsspec has a file system for. Credentials come from that library's own settings."""
 
@@ -207,23 +238,24 @@ class ObjectStorage:
         target = self._at(path)
         with self._failing("write", path):
             if self._fs.exists(target):
-                raise StorageFailed(
-                    f"{self.root}/{path} is there already, and checkpoint files are never written twice"
-                )
+                raise FileExistsError(errno.EEXIST, "exists", target)
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
             file = self._fs.open(target, "wb")
-            try:
-                yield file
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    file.discard()  # aborts a multipart upload; closing would publish half a file
-                raise
+        try:
+            yield _GuardedSink(file, functools.partial(self._failing, "write", path))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()  # aborts a multipart upload; closing would publish half a file
+            raise
+        with self._failing("write", path):
             file.close()
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[Readable]:
-        with self._failing("read", path), self._fs.open(self._at(path), "rb", block_size=CHUNK) as file:
-            yield file
+        with self._failing("read", path):
+            file = self._fs.open(self._at(path), "rb", block_size=CHUNK)
+        with file:
+            yield _GuardedSource(file, functools.partial(self._failing, "read", path))
 
     def files(self, folder: str) -> dict[str, int]:
         return {
@@ -258,11 +290,10 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def _failing(self, verb: str, path: str) -> Iterator[None]:
-        """Clients of object stores raise whatever their vendor's library raises: all of it is the storage's failure,
-        except what the store itself found wrong with the bytes."""
+        """Clients of object stores raise whatever their vendor's library raises: all of it is the storage's failure."""
         try:
             yield
-        except ElasticSparkError:
+        except ConfigError:
             raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and verb != "write":

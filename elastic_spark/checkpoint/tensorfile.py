@@ -159,17 +159,23 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name!r} cannot be stored in a checkpoint: {why}")
 
 
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, row-major: a view where it is contiguous in host memory, else of a copy."""
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return _view(flat)
+    tensor = tensor.resolve_conj().resolve_neg()
+    if carrier := _CARRIERS.get(tensor.element_size()):  # torch cannot copy every dtype, such as int4, but these
+        tensor = tensor.view(carrier)
+    return _view(tensor.cpu().contiguous())
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor as bytes."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # reshape keeps an odd stride of a single element
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
