@@ -61,9 +61,10 @@ class Recorder:
             return []
         self._fresh = False
         out = [_tag("elastic.step", self._newest)]
-        values = {"perf/steps_per_s": self._rates.steps_s, "perf/rows_per_s": self._rates.rows_s or None}
-        if values["perf/rows_per_s"] is not None and self._size:
-            values["perf/rows_per_s_per_worker"] = values["perf/rows_per_s"] / self._size
+        values: dict[str, float | None] = {"perf/steps_per_s": self._rates.steps_s}
+        values["perf/rows_per_s"] = self._rates.rows_s or None
+        if self._rates.rows_s and self._size:
+            values["perf/rows_per_s_per_worker"] = self._rates.rows_s / self._size
         values["elastic/world_size"] = self._size or None
         for key, value in values.items():
             if value is not None:
@@ -72,7 +73,10 @@ class Recorder:
 
     def _metric(self, key: str, value: float, step: int, at: float, *, replay: bool) -> list[Record]:
         """One point, if its step is new for the key; else to ``replay/<key>`` or, without ``replay``, nothing."""
-        number = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return []
         if step <= self._last_step.get(key, self._start):
             if not replay:
                 return []
@@ -105,7 +109,7 @@ class Recorder:
         return out
 
     def _on_dataset(self, event: ev.DatasetFrozen) -> list[Record]:
-        source = {"rows": event.rows, "row_groups": event.row_groups, "lanes": event.lanes, "seed": event.seed}
+        source: dict[str, object] = {"rows": event.rows, "row_groups": event.row_groups, "lanes": event.lanes, "seed": event.seed}
         source |= {"digest": event.digest, "global_batch": event.global_batch}
         return [
             {"kind": "dataset", "name": event.dataset, "digest": event.digest, "rows": event.rows, "source": source},

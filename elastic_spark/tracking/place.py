@@ -1,0 +1,97 @@
+"""Where MLflow is: tracking URI, experiment, the user's active run. Reads what the user has set, and sets nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from urllib.parse import urlparse
+
+from elastic_spark.errors import ConfigError
+
+DEFAULT_EXPERIMENT = "elastic_spark"
+
+
+def resolve_uri(given: str | None) -> str:
+    """The tracking URI: as given, else what MLflow is set to, else Databricks on Databricks, else a SQLite file here.
+
+    Raises:
+        ConfigError: a file store where MLflow has none any more (3.13 and later).
+    """
+    uri = given or _configured_uri() or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+    allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
+    if (
+        urlparse(uri).scheme in ("", "file")
+        and not uri.startswith("databricks")
+        and not allowed
+        and version() >= (3, 13)
+    ):
+        raise ConfigError(
+            f"tracking_uri={uri!r} is a file store, which MLflow {'.'.join(map(str, version()))} has no more. "
+            "Use a database, for example tracking_uri='sqlite:///mlflow.db', or set MLFLOW_ALLOW_FILE_STORE=true"
+        )
+    return uri
+
+
+def _configured_uri() -> str | None:
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is not None and hasattr(mlflow, "tracking") and mlflow.tracking.is_tracking_uri_set():
+        return str(mlflow.get_tracking_uri())
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return os.environ["MLFLOW_TRACKING_URI"]
+    return "databricks" if os.environ.get("DATABRICKS_RUNTIME_VERSION") else None
+
+
+def resolve_experiment(given: str | None, uri: str, parent_experiment: str | None) -> str:
+    """A name or ``id:<id>``: as given, else the parent run's, else what MLflow is set to, else `DEFAULT_EXPERIMENT`."""
+    if given:
+        return given
+    if parent_experiment:
+        return f"id:{parent_experiment}"
+    if os.environ.get("MLFLOW_EXPERIMENT_NAME"):
+        return os.environ["MLFLOW_EXPERIMENT_NAME"]
+    number = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    if not number and uri == _configured_uri() and ("mlflow" in sys.modules or uri.startswith("databricks")):
+        try:
+            from mlflow.tracking import fluent
+
+            number = fluent._get_experiment_id()
+        except Exception:  # private, and different from version to version: then there is none
+            number = None
+    return f"id:{number}" if number and number != "0" else DEFAULT_EXPERIMENT
+
+
+def active_run(uri: str) -> tuple[str, str] | None:
+    """``(run id, experiment id)`` of the user's active run in this thread, if it lives in the same store."""
+    mlflow = sys.modules.get("mlflow")
+    run = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
+    if run is None or mlflow is None or mlflow.get_tracking_uri() != uri:
+        return None
+    return run.info.run_id, run.info.experiment_id
+
+
+def artifacts_beside(uri: str) -> str | None:
+    """Artifact location for a SQLite store: a directory beside the file. Other stores know their own."""
+    if not uri.startswith("sqlite:///") or uri == "sqlite:///:memory:":
+        return None
+    return (Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve().parent / "mlartifacts").as_uri()
+
+
+def context_tags() -> dict[str, str]:
+    """User, source, notebook, git commit: what MLflow itself would note about a run."""
+    try:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        return dict(resolve_tags())
+    except Exception:
+        return {}
+
+
+def version() -> tuple[int, ...]:
+    for name in ("mlflow", "mlflow-skinny"):
+        try:
+            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:2])
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            continue
+    raise ConfigError("MLflow is not installed: pip install mlflow, or use tracking=False")

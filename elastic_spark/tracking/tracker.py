@@ -1,0 +1,421 @@
+"""The thread between the controller and MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_spark.core import events as ev
+from elastic_spark.core.records import Record, Recorder
+from elastic_spark.core.verdict import change_line, verdict
+from elastic_spark.errors import ConfigError
+from elastic_spark.tracking import values
+from elastic_spark.tracking.place import active_run, resolve_experiment, resolve_uri
+from elastic_spark.tracking.spool import Spool
+from elastic_spark.tracking.store import Away, Store
+
+PERIOD_S, HEARTBEAT_S, LONGEST_BREAK_S = 1.0, 10.0, 10.0
+#: Events that may wait for the thread, and records that go to the store in one turn.
+MOST_EVENTS, MOST_RECORDS = 200_000, 2_000
+SPOOL, META = "tracking.jsonl", "tracking.json"
+
+_log = logging.getLogger("elastic_spark.tracking")
+
+
+@dataclass(frozen=True)
+class _Ending:
+    status: str
+    summary: Mapping[str, Any]
+    artifacts: Mapping[str, str]
+    at: float
+    deadline: float
+    timeout_s: float
+
+
+class Tracker:
+    """Tells MLflow about one job. Make it and `start` it in the user's thread, where their active run is.
+
+    Args:
+        tracking_uri, experiment: see `place.resolve_uri` and `place.resolve_experiment` for what None means.
+        run_name: None: MLflow chooses one.
+        job_name, job_id: tags by which the next driver finds the run (`find_run`).
+        spool_dir: a directory on the driver for what waits while MLflow is away.
+        run_id: a run to go on with.
+        warn: called from other threads with each new warning, in words; default: the module's logger.
+        spool_limit_bytes: what may wait; beyond it metrics are cut, and that is said.
+
+    Raises:
+        ConfigError: a tracking URI that this MLflow cannot use.
+    """
+
+    def __init__(
+        self,
+        *,
+        tracking_uri: str | None,
+        experiment: str | None,
+        run_name: str | None,
+        job_name: str,
+        job_id: str,
+        spool_dir: str,
+        run_id: str | None = None,
+        warn: Callable[[str], None] | None = None,
+        spool_limit_bytes: int = 64 << 20,
+    ) -> None:
+        uri = resolve_uri(tracking_uri)
+        parent = active_run(uri)
+        self._foreign = parent is not None and parent[0] == run_id  # the user's own active run: never ended by us
+        self._meta: dict[str, Any] = {
+            "uri": uri,
+            "experiment": resolve_experiment(experiment, uri, parent[1] if parent else None),
+            "run_name": run_name or job_name,
+            "job_name": job_name,
+            "job_id": job_id,
+            "run_id": run_id,
+            "started_at_ms": round(time.time() * 1000),
+        }
+        self._say = warn or _log.warning
+        self._said: set[str] = set()
+        self._dir = Path(spool_dir)
+        self._store = Store(self._meta, self._warn, parent[0] if parent and not self._foreign else None)
+        self._spool = _open_spool(self._dir, run_id, spool_limit_bytes, self._warn)
+        self._recorder = Recorder()
+        self._events: deque[ev.Event] = deque()
+        self._dropped = 0
+        self._pending: list[Record] = []
+        self._tags: dict[str, str] = {}
+        self._again = bool(self._spool)
+        self._beat = 0.0
+        self._away_since: float | None = None
+        self._next_try = 0.0
+        self._break = 0.5
+        self._fatal: ConfigError | None = None
+        self._ending: _Ending | None = None
+        self._wake = threading.Event()
+        self._first_try = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def run_id(self) -> str:
+        """The run's id; "" while MLflow has not answered yet."""
+        return self._store.run_id or ""
+
+    @property
+    def uri(self) -> str:
+        """The tracking URI in use, without user and password."""
+        return values.without_password(self._store.uri)
+
+    @property
+    def experiment_id(self) -> str:
+        """Id of the experiment; "" while MLflow has not answered yet."""
+        return self._store.experiment_id
+
+    def start(self, params: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """Creates the run, or takes up ``run_id`` again (status RUNNING), and returns its id.
+
+        "" where MLflow does not answer within seconds: the job goes on, and the run is made when it does.
+
+        Raises:
+            ConfigError: MLflow answers, and says that this cannot be.
+        """
+        self._tags = dict(tags)
+        short, long = values.params(params)
+        texts: list[Record] = [{"kind": "text", "path": path, "text": text} for path, text in long.items()]
+        self._pending += [{"kind": "params", "values": short}, *texts]
+        self._save_meta()
+        self._thread = threading.Thread(target=self._main, name="elastic-spark-tracking", daemon=True)
+        self._thread.start()
+        self._first_try.wait(self._store.limit_s + 5.0)
+        if self._fatal is not None:
+            raise self._fatal
+        return self.run_id
+
+    def publish(self, event: ev.Event) -> None:
+        """Takes in an event. Never waits; the oldest of more than `MOST_EVENTS` unread ones goes."""
+        if self._ending is None and self._thread is not None:
+            if len(self._events) >= MOST_EVENTS:
+                with contextlib.suppress(IndexError):
+                    self._events.popleft()
+                self._dropped += 1
+            self._events.append(event)
+
+    def finish(
+        self, status: str, *, summary: Mapping[str, Any], artifacts: Mapping[str, str], timeout_s: float = 30
+    ) -> None:
+        """Delivers what waits, then status, verdict and ``artifacts`` (artifact path -> local file).
+
+        Returns within ``timeout_s`` seconds whatever MLflow does. What could not be delivered stays in ``spool_dir``,
+        is said, and can be sent with `replay`.
+        """
+        if self._thread is None or self._ending is not None:
+            return
+        now = time.monotonic()
+        self._ending = _Ending(status, summary, artifacts, time.time(), now + 0.9 * timeout_s, timeout_s)
+        self._wake.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():  # stuck where nothing should be: what it holds in memory is not on disk
+            self._warn("the tracking thread did not end in time")
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._open()
+            self._recorder = Recorder(max(self._store.newest_step, _newest_step(self._spool)))
+            self._first_try.set()
+            while self._fatal is None and not self._turn():
+                self._wake.wait(0.3 if self._ending else PERIOD_S)
+                self._wake.clear()
+        except Exception as error:  # the job must not end for this, and must not lose what it has
+            _log.exception("tracking failed")
+            self._warn(f"tracking failed and is off from here on: {type(error).__name__}: {error}")
+        finally:
+            self._keep()
+            self._first_try.set()
+
+    def _turn(self) -> bool:
+        """One round; True when the end is told, or its time is over."""
+        ending = self._ending
+        self._collect()
+        if ending is None:
+            self._deliver()
+            return False
+        records = self._end_records(ending)
+        self._pending += records
+        while True:
+            left = ending.deadline - time.monotonic()
+            self._store.limit_s = max(0.5, min(self._store.limit_s, left))
+            if self._deliver():
+                return True
+            long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
+            if long_away or ending.deadline - time.monotonic() < 0.5:
+                return True
+            time.sleep(0.2)
+            self._next_try = 0.0
+
+    def _collect(self) -> None:
+        """Events to records."""
+        while self._events:
+            self._pending += self._recorder.add(self._events.popleft())
+            if len(self._pending) > 10 * MOST_RECORDS and self._away_since is not None:
+                self._spool_pending()
+        self._pending += self._recorder.tick(time.time())
+        if self._dropped:
+            self._warn(f"{self._dropped} events came faster than they could be taken in and are not tracked")
+
+    def _deliver(self) -> bool:
+        """Sends what waits, oldest first; True when nothing waits any more. While the store is away it goes to disk."""
+        if time.monotonic() < self._next_try or (self._away_since is not None and not self._store.answers()):
+            self._gone(self._store.why or "no answer")
+            return False
+        if not self._open():
+            return False
+        while self._spool:
+            read = self._spool.read(MOST_RECORDS)
+            records = [record for record, _ in read]
+            if self._ending is None:  # the end of an earlier driver is not the end of the run
+                records = [record if record["kind"] != "end" else {"kind": "void"} for record in records]
+            done = self._store.send(records, again=True)
+            if done:
+                self._spool.delivered(read[done - 1][1])
+            if done < len(read):
+                self._gone(self._store.why)
+                return False
+        self._heartbeat()
+        while self._pending:
+            part = self._pending[:MOST_RECORDS]
+            done = self._store.send(part, again=self._again)
+            del self._pending[:done]
+            if done < len(part):
+                self._again = True
+                self._gone(self._store.why)
+                return False
+        self._back()
+        return True
+
+    def _open(self) -> bool:
+        """Whether there is a run; made now if need be."""
+        if self._store.run_id is not None:
+            return True
+        for attempt in range(1 if self._store.remote else 6):
+            try:
+                if not self._store.answers():
+                    raise Away("no answer")
+                self._store.open(self._tags)
+                self._save_meta()
+                return True
+            except Away as error:
+                self._store.why = str(error)
+                if not self._store.remote:
+                    time.sleep(0.1 * 2**attempt)
+            except ConfigError as error:
+                self._fatal = error
+                if self._first_try.is_set():
+                    self._warn(str(error))
+                return False
+        if not self._store.remote and not self._first_try.is_set():
+            self._fatal = ConfigError(f"tracking_uri={self.uri!r} cannot be used: {self._store.why}")
+        self._gone(self._store.why)
+        return False
+
+    def _gone(self, why: str) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+            self._warn(
+                f"MLflow at {self.uri} is away ({why[:200]}); training goes on, records wait in {self._spool.path}"
+            )
+        if now >= self._next_try:
+            self._next_try = now + self._break
+            self._break = min(LONGEST_BREAK_S, 2 * self._break)
+        self._spool_pending()
+
+    def _back(self) -> None:
+        if self._away_since is not None:
+            self._said = {text for text in self._said if " is away (" not in text}
+            _log.info("MLflow at %s answers again after %.0f s", self.uri, time.monotonic() - self._away_since)
+        self._away_since, self._break, self._again = None, 0.5, False
+
+    def _spool_pending(self) -> None:
+        self._spool.append(self._pending)
+        self._pending.clear()
+        if self._spool.cut:
+            self._warn(f"the spool {self._spool.path} is full: points of metrics are cut from here on")
+
+    def _heartbeat(self) -> None:
+        if time.monotonic() - self._beat > HEARTBEAT_S:
+            self._beat = time.monotonic()
+            self._pending.append({"kind": "tag", "key": "elastic.heartbeat_unix", "value": f"{time.time():.3f}"})
+
+    def _end_records(self, ending: _Ending) -> list[Record]:
+        """Verdict and status first, then files: a file that cannot be sent does not leave the run RUNNING."""
+        records: list[Record] = []
+        if ending.summary:
+            records += _summary_records(ending.summary, self._recorder.newest_step, round(ending.at * 1000))
+        if not self._foreign:
+            records.append({"kind": "end", "status": ending.status, "at_ms": round(ending.at * 1000)})
+        files = [{"kind": "artifact", "path": path, "local": str(local)} for path, local in ending.artifacts.items()]
+        return records + files
+
+    def _keep(self) -> None:
+        """Puts to disk what was not delivered, and says so."""
+        if self._fatal is not None and not self._store.run_id:
+            self._pending.clear()
+            return
+        self._spool_pending()
+        if self._spool:
+            cut = f" ({self._spool.cut} points of metrics were cut)" if self._spool.cut else ""
+            self._warn(
+                f"MLflow at {self.uri} did not take everything in time: {self._spool.waiting_bytes} bytes of records "
+                f"are kept in {self._spool.path}{cut}. To send them: elastic_spark.tracking.replay({str(self._dir)!r})"
+            )
+
+    def _save_meta(self) -> None:
+        meta = {
+            **self._meta,
+            "run_id": self._store.run_id or self._meta["run_id"],
+            "token": self._store.meta.get("token"),
+        }
+        _write_private(self._dir / META, json.dumps(meta))
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said and len(self._said) < 200:
+            self._said.add(text)
+            with contextlib.suppress(Exception):
+                self._say(text)
+
+
+def replay(spool_dir: str, *, tracking_uri: str | None = None, timeout_s: float = 600.0) -> str:
+    """Sends what a finished job left in its ``spool_dir`` to MLflow and returns the run's id.
+
+    Raises:
+        ConfigError: nothing there, or MLflow does not take it.
+        TimeoutError: not all of it within ``timeout_s`` seconds; the rest stays and can be sent again.
+    """
+    folder, deadline = Path(spool_dir), time.monotonic() + timeout_s
+    try:
+        meta = json.loads((folder / META).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} holds no {META}: nothing was left to be sent there") from error
+    if tracking_uri:
+        meta["uri"] = tracking_uri
+    store, spool = Store(meta, _log.warning), Spool(folder / SPOOL)
+    while True:
+        try:
+            store.open({})
+            while spool:
+                read = spool.read(MOST_RECORDS)
+                done = store.send([record for record, _ in read], again=True)
+                if done:
+                    spool.delivered(read[done - 1][1])
+                if done < len(read):
+                    raise Away(store.why)
+            return store.run_id or ""
+        except Away as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"MLflow at {values.without_password(store.uri)} is away: {error}") from error
+            time.sleep(1.0)
+
+
+def _open_spool(folder: Path, run_id: str | None, limit: int, warn: Callable[[str], None]) -> Spool:
+    """The spool of this job. What an earlier driver left for this run is sent first; for another, it is set aside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SPOOL
+    try:
+        left_for = json.loads((folder / META).read_text()).get("run_id")
+    except (OSError, ValueError):
+        left_for = None
+    if path.exists() and left_for not in (run_id, None):
+        aside = folder / str(left_for)
+        aside.mkdir(exist_ok=True)
+        for name in (SPOOL, f"{SPOOL}.sent", META):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(folder / name, aside / name)
+        warn(
+            f"an earlier job left records for the MLflow run {left_for}: elastic_spark.tracking.replay({str(aside)!r})"
+        )
+    return Spool(path, limit)
+
+
+def _newest_step(spool: Spool) -> int:
+    steps = [int(r["value"]) for r, _ in spool.read(1 << 30) if r.get("kind") == "tag" and r["key"] == "elastic.step"]
+    return max(steps, default=0)
+
+
+def _summary_records(summary: Mapping[str, Any], step: int, at_ms: int) -> list[Record]:
+    """The verdict as the run's description, its figures as metrics, and the changes as a table."""
+    lines = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text, _ in verdict(summary))
+    changes = "\n".join(f"* {change_line(change)}" for change in summary["changes"][:40])
+    note = f"| | |\n|---|---|\n{lines}\n" + (f"\n**Changes**\n\n{changes}\n" if changes else "")
+    records: list[Record] = [{"kind": "tag", "key": "mlflow.note.content", "value": note}]
+    names = ("rows_total", "rows_once", "rows_twice", "rows_never", "steps", "steps_lost", "goodput")
+    for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max"):
+        if summary.get(name) is not None:
+            value = float(summary[name])
+            records.append({"kind": "metric", "key": f"summary/{name}", "value": value, "step": step, "at_ms": at_ms})
+    columns = ("generation", "cause", "at", "from_size", "to_size", "joined", "lost", "left", "pause_s", "rto_s")
+    if summary["changes"]:
+        table = {name: [_cell(change.get(name)) for change in summary["changes"]] for name in columns}
+        records.append({"kind": "table", "path": "elastic/changes.json", "columns": table})
+    return records
+
+
+def _cell(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replaces ``path``, readable by its owner alone: a tracking URI may hold a password."""
+    fresh = path.with_name(path.name + ".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    os.replace(fresh, path)
