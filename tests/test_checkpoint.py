@@ -260,7 +260,7 @@ def test_tokens_that_could_leave_the_directory_are_refused(store, token):
 
 def test_nothing_is_written_twice(store):
     part = store.write_part(1, {"model/w": torch.ones(1)}, {}, token="t")
-    with pytest.raises(StorageFailed, match="already"):
+    with pytest.raises(CheckpointError, match="a token is for one attempt"):
         store.write_part(1, {"model/w": torch.zeros(1)}, {}, token="t")
     checkpoint = store.commit(1, "t", [part], fields={"created_unix": 1})
     assert store.commit(1, "t", [part], fields={"created_unix": 2}) == checkpoint, "a repeated commit changes nothing"
@@ -335,6 +335,20 @@ def test_an_unknown_kind_of_storage_is_a_config_error():
 def test_the_store_travels_to_a_worker(store):
     checkpoint = save(store, 1)
     assert pickle.loads(pickle.dumps(store)).list() == [checkpoint]
+
+
+def test_a_small_file_beside_the_checkpoints_can_be_replaced_whole(store):
+    for text in (b"first", b"2"):
+        with store._storage.create("job.json") as sink:
+            sink.write(memoryview(text))
+        with store._storage.open("job.json") as file:
+            assert file.read() == text
+    with pytest.raises(TypeError), store._storage.create("job.json") as sink:
+        sink.write(memoryview(b"half"), "an error of the caller")
+    with store._storage.open("job.json") as file:
+        assert file.read() == b"2"
+    assert store._storage.files("") == {"job.json": 1}
+    assert store.attempts() == []
 
 
 # Retention and commands
@@ -475,25 +489,13 @@ def test_volume_paths_are_recognised():
     assert not isinstance(storage.open_storage("/tmp/ckpt", None), storage.SequentialStorage)
 
 
-def test_a_file_of_a_volume_is_never_written_twice(tmp_path):
+def test_a_failed_write_leaves_nothing_on_a_volume(tmp_path):
     mount = storage.SequentialStorage(str(tmp_path))
-    for _ in range(2):
-        with (
-            pytest.raises(StorageFailed, match="already") if mount.files("a") else _nothing(),
-            mount.create("a/b") as sink,
-        ):
-            sink.write(memoryview(b"x"))
+    with mount.create("a/b") as sink:
+        sink.write(memoryview(b"x"))
     with pytest.raises(RuntimeError), mount.create("a/c"):
         raise RuntimeError
     assert mount.files("a") == {"b": 1}
-
-
-class _nothing:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *error):
-        pass
 
 
 # Background

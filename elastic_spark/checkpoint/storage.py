@@ -21,6 +21,7 @@ import functools
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -41,7 +42,8 @@ class Storage(Protocol):
     root: str
 
     def create(self, path: str) -> contextlib.AbstractContextManager[Sink]:
-        """Write a new file; it is there, whole and durable, when the block ends well, and not there when it raises."""
+        """Write a file; it is there, whole and durable, when the block ends well, and as before when it raises. Only a
+        sequential mount cannot keep what was there before: write under a name once, or be ready to read half of it."""
 
     def open(self, path: str) -> contextlib.AbstractContextManager[Readable]:
         """Read a file from its start."""
@@ -76,17 +78,16 @@ class LocalStorage:
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[Sink]:
         target = os.path.join(self.root, path)
-        folder, partial = os.path.dirname(target), f"{target}.partial"
+        folder, name = os.path.split(target)
+        partial = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:12]}.partial")
         with self._failing("write", target):
             os.makedirs(folder, exist_ok=True)
-            if os.path.exists(target):
-                raise FileExistsError(errno.EEXIST, "exists", target)
             try:
                 with open(partial, "xb") as file:
                     yield file
                     file.flush()
                     os.fsync(file.fileno())
-                os.rename(partial, target)
+                os.replace(partial, target)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(partial)
@@ -166,30 +167,52 @@ class SequentialStorage(LocalStorage):
                 os.fsync(staged.fileno())
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 try:
-                    with open(staged.name, "rb") as source, open(target, "xb") as file:
+                    with open(staged.name, "rb") as source, open(target, "wb") as file:
                         shutil.copyfileobj(source, file, CHUNK)
-                except FileExistsError:
-                    raise
                 except BaseException:
                     with contextlib.suppress(OSError):
                         os.unlink(target)
                     raise
 
 
-class _GuardedSink:
-    """Tells an error of the storage from one of whoever makes the data: only the first is `StorageFailed`."""
+class _ObjectSink:
+    """What is written goes up as one request where it is small, else as a stream of parts (a multipart upload)."""
 
-    def __init__(self, file: Any, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._file = file
-        self._guard = guard
+    def __init__(self, fs: Any, target: str, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._fs, self._target, self._guard = fs, target, guard
+        self._small = bytearray()
+        self._file: Any = None
 
     def write(self, data: memoryview, /) -> None:
+        if self._file is None and len(self._small) + len(data) <= CHUNK:
+            self._small += data
+            return
         with self._guard():
+            if self._file is None:
+                self._file = self._fs.open(self._target, "wb")
+                self._file.write(self._small)
             self._file.write(data)
+
+    def finish(self) -> None:
+        with self._guard():
+            if self._file is None:
+                self._fs.pipe_file(self._target, bytes(self._small))
+            else:
+                self._file.close()
+
+    def abort(self) -> None:
+        """Closing would publish half a file: drop the parts, and what the storage may have made visible of them."""
+        if self._file is not None:
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            with contextlib.suppress(Exception):
+                self._file.closed = True
+            with contextlib.suppress(Exception):
+                self._fs.rm(self._target)
 
 
 class _GuardedSource:
-    """The same for reading."""
+    """A file whose errors are told as `StorageFailed`."""
 
     def __init__(self, file: Any, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._file = file
@@ -237,18 +260,14 @@ class ObjectStorage:
     def create(self, path: str) -> Iterator[Sink]:
         target = self._at(path)
         with self._failing("write", path):
-            if self._fs.exists(target):
-                raise FileExistsError(errno.EEXIST, "exists", target)
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            file = self._fs.open(target, "wb")
+        sink = _ObjectSink(self._fs, target, functools.partial(self._failing, "write", path))
         try:
-            yield _GuardedSink(file, functools.partial(self._failing, "write", path))
+            yield sink
+            sink.finish()
         except BaseException:
-            with contextlib.suppress(Exception):
-                file.discard()  # aborts a multipart upload; closing would publish half a file
+            sink.abort()
             raise
-        with self._failing("write", path):
-            file.close()
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[Readable]:
@@ -312,7 +331,6 @@ def _storage_failed(verb: str, target: str, error: Exception) -> StorageFailed:
         errno.EFBIG: f": the file would exceed the limit of file sizes (ulimit -f). {_FULL}",
         errno.EACCES: ": permission denied. The user of driver and executors needs access to it",
         errno.EROFS: ": the file system is mounted read-only",
-        errno.EEXIST: ": it is there already, and checkpoint files are never written twice",
     }.get(code or 0, "")
     return StorageFailed(f"cannot {verb} {target}{hint or f' ({type(error).__name__}: {error})'}")
 

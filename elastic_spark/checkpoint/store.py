@@ -83,6 +83,8 @@ class CheckpointStore:
             raise CheckpointError(f"step {step}: meta must be JSON ({error})") from error
         layout = tensorfile.plan(tensors, {"step": step, "token": token, "part": part, "parts": parts})
         state = f"{folder}/{manifest.state_name(part, parts)}"
+        if manifest.state_name(part, parts) in self._storage.files(folder):
+            raise CheckpointError(f"{self.uri}/{state} is there already: a token is for one attempt, written once")
         files = [self._write(state, layout.chunks())]
         if meta or part == 0:
             try:
