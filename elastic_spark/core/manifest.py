@@ -48,7 +48,7 @@ class Column:
     ``dtype``: a key of `ITEM_BYTES`. ``width``: 0 for a scalar, n for a list of n items in every row. ``source``: what
     it was converted from, where the value changes its meaning ("timestamp": microseconds since 1970 UTC; "date": days
     since 1970; "decimal"; "string": codes ``0 .. len(vocabulary) - 1`` into ``vocabulary``). ``fill``: what stands for
-    a null, None where there are no nulls.
+    a null (a number of ``dtype``, or a string), None where there are no nulls.
     """
 
     name: str
