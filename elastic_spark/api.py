@@ -162,14 +162,14 @@ class _Run:
 
     def train(self) -> Result:
         from elastic_spark.driver.journal import Journal
-        from elastic_spark.progress import Progress
-        from elastic_spark.tracking import Tracker
 
         settings = self.settings
         manifests, plans = self._freeze()
         newest, rejected = self._newest()
         tracker = None
         if settings.tracking:
+            from elastic_spark.tracking import Tracker
+
             tracker = Tracker(
                 tracking_uri=settings.tracking_uri,
                 experiment=settings.experiment,
@@ -191,6 +191,8 @@ class _Run:
             path.replace(path.with_suffix(f".{os.getpid()}.old.jsonl"))
         readers = [summary.add]
         if settings.verbose >= 1:
+            from elastic_spark.progress import Progress
+
             readers.append(Progress(sys.stderr).publish)
         if tracker is not None:
             readers.append(tracker.publish)
@@ -212,11 +214,14 @@ class _Run:
         return Result(values, self.run_id, str(path), figures)
 
     def _freeze(self) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
-        from elastic_spark.driver.freeze import freeze
-
         settings = self.settings
         assert settings.max_num_proc is not None
-        manifests, plans = {}, {}
+        manifests: dict[str, Manifest] = {}
+        plans: dict[str, LanePlan] = {}
+        if not self.data:
+            return manifests, plans
+        from elastic_spark.driver.freeze import freeze
+
         for name, source in self.data.items():
             base = settings.data_uri or str(self.work / "data")
             manifest = freeze(source, f"{base.rstrip('/')}/{name}", name=name)

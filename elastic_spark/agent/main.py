@@ -133,12 +133,9 @@ class _Agent:
     def _report_exit(self, pidfd: int) -> None:
         process = self._processes.pop(pidfd)
         self._ticks.pop(process.worker, None)
-        # The news first: reading the last lines of output may take a moment.
-        code = process.wait()
-        self._channel.send({"type": "exited", "worker": process.worker, "code": code})
+        code, tail = process.wait()
+        self._channel.send({"type": "exited", "worker": process.worker, "code": code, "tail": tail})
         process.clean_up()
-        tail = "\n".join(process.tail)
-        self._channel.send({"type": "tail", "worker": process.worker, "code": code, "tail": tail})
 
     def stop(self) -> None:
         for process in self._processes.values():

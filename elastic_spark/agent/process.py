@@ -97,9 +97,12 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
-        """The exit code, once it has ended; negative: a signal."""
-        return self._process.wait()
+    def wait(self) -> tuple[int, str]:
+        """``(exit code, last lines of output)`` once it has ended. A negative code is a signal. The output is at its
+        end already, unless children of the process hold it open: for these nobody waits."""
+        code = self._process.wait()
+        self._reader.join(timeout=0.02)
+        return code, "\n".join(self.tail)
 
     def clean_up(self) -> None:
         """After its end: kill what is left of its group, take in the last lines of output, end the guard."""

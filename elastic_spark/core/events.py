@@ -137,15 +137,6 @@ LOSS_CAUSES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerExited(Event):
-    """The agent saw the worker's process end. A negative ``exit_code`` is a signal; ``tail`` holds its last output."""
-
-    worker: str
-    exit_code: int
-    tail: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerDraining(Event):
     """The worker's host will go away: it leaves at its next commit. Not a failure."""
 

@@ -43,6 +43,8 @@ from elastic_spark.core import events as ev
 from elastic_spark.core.policy import Probation, is_repeated
 
 TICK_S = 0.1
+#: So many workers in a row that end with an error before they are ready: the environment cannot host any.
+STILLBORN_LIMIT = 6
 
 
 class Stage(enum.Enum):
@@ -153,6 +155,7 @@ class Job:
     notified: float = 0.0
     short_since: float | None = None
     arrived: float = 0.0
+    stillborn: int = 0
     resets: int = 0
     idle_resets: int = 0
     formed_step: int = -1
@@ -441,7 +444,7 @@ def _on_ready(turn: _Turn, happened: Ready) -> None:
     if worker is not None and worker.stage is Stage.WARMING:
         turn.record(ev.WorkerReady(at=turn.now, worker=worker.id, seconds=turn.now - worker.since))
         turn.move(worker, Stage.READY)
-        turn.set(arrived=turn.now)
+        turn.set(arrived=turn.now, stillborn=0)
 
 
 def _on_asked(turn: _Turn, happened: Asked) -> None:
@@ -508,12 +511,18 @@ def _lose(
     turn.record(
         ev.WorkerLost(at=turn.now, worker=worker.id, cause=cause, detail=detail, exit_code=exit_code, tail=tail)
     )
+    if worker.stage is Stage.WARMING and exit_code is not None and exit_code > 0:
+        turn.set(stillborn=job.stillborn + 1)
     if blame:
         turn.set(probation=job.probation.failed(worker.host, turn.now))
     if worker.id in job.members:
         turn.set(lost=(*job.lost, worker.id))
         _end_generation(turn, f"{worker.id} lost: {cause}")
         turn.set(broken=False)  # break again: the survivors may be stuck in what this one left behind
+    if turn.job.stillborn >= STILLBORN_LIMIT:
+        message = f"{turn.job.stillborn} workers in a row ended before they were ready; the last said:\n{tail}"
+        turn.end(Ended("FAILED", message, "EnvironmentUnfit"))
+        return
     agent = turn.job.agents.get(worker.agent)
     if agent is not None and agent.worker == worker.id:
         turn.do(Kill(worker.id, agent.id))

@@ -287,13 +287,7 @@ class Controller:
             code = message["code"]
             cause = "exited without returning" if code == 0 else "process died"
             detail = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._turn(core.WorkerDown(message["worker"], cause, detail, code))
-        elif kind == "tail":
-            self._journal.append(
-                ev.WorkerExited(
-                    at=self._now(), worker=message["worker"], exit_code=message["code"], tail=message["tail"]
-                )
-            )
+            self._turn(core.WorkerDown(message["worker"], cause, detail, code, message["tail"]))
 
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
         kind = message["type"]

@@ -1,17 +1,20 @@
-"""``job.json`` beside a job's checkpoints: which run the name stands for, and which driver holds it.
+"""The record beside a job's checkpoints: which run the name stands for, and which driver holds it.
 
-One job name, one driver at a time. A driver writes its name and the time into the file every `RENEW_S`; another one may
-take the job over when that has not happened for `STALE_S`, or at once when the holder was a process of this machine that
-is gone. A holder that finds somebody else's name in the file has lost the job and must stop.
+One job name, one driver at a time. A driver writes its name and the time into the record every `RENEW_S`; another one
+may take the job over when that has not happened for `STALE_S`, or at once when the holder was a process of this machine
+that is gone. A holder that finds somebody else's name in the record has lost the job and must stop.
 
-This is a lease on storage without locks: between two drivers that start within one write of each other the later writer
-wins, and the other finds out at its next renewal.
+Each version of the record is a file of its own, ``job-<n>.json``; the highest that can be read counts. So nothing is
+ever written in place, and a driver that dies while it writes leaves the version before. Where the storage refuses to
+create a file twice, two drivers cannot write the same version; elsewhere the later one wins, and the other finds out at
+its next renewal.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -24,7 +27,7 @@ from elastic_spark.errors import JobHeld, StorageFailed
 
 RENEW_S = 3.0
 STALE_S = 12.0
-FILE = "job.json"
+_FILE = re.compile(r"job-(\d{9})\.json")
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,25 @@ class JobFile:
         self._uri, self._on_lost = uri, on_lost
         self._holder = uuid.uuid4().hex
         self._record = JobRecord(job_id="")
+        self._version = 0
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def read(self) -> JobRecord | None:
         """The stored record; None where there is none, or none that can be read."""
-        try:
-            if FILE not in self._storage.files(""):
-                return None
-            with self._storage.open(FILE) as file:
-                body = json.loads(file.read())
-            return JobRecord(**{name: body[name] for name in JobRecord.__dataclass_fields__ if name in body})
-        except (OSError, ValueError, TypeError, StorageFailed):
-            return None
+        for version in sorted(self._versions(), reverse=True):
+            try:
+                with self._storage.open(_name(version)) as file:
+                    body = json.loads(file.read())
+                return JobRecord(**{name: body[name] for name in JobRecord.__dataclass_fields__ if name in body})
+            except (OSError, ValueError, TypeError, StorageFailed):
+                continue  # torn, or replaced meanwhile: the version before
+        return None
+
+    def _versions(self) -> list[int]:
+        found = (_FILE.fullmatch(name) for name in self._storage.files(""))
+        return [int(match.group(1)) for match in found if match]
 
     def claim(self) -> tuple[JobRecord, bool]:
         """Hold the job: ``(record, resumed)``, where ``resumed`` says that an unfinished one is taken up again.
@@ -113,9 +121,14 @@ class JobFile:
         self._write()
 
     def _write(self) -> None:
-        with self._writing, self._storage.create(FILE) as sink:
+        with self._writing:
+            before = self._versions()
+            self._version = max([self._version, *before]) + 1
             body = asdict(replace(self._record, renewed_unix=time.time()))
-            sink.write(memoryview(json.dumps(body, indent=1).encode()))
+            with self._storage.create(_name(self._version)) as sink:
+                sink.write(memoryview(json.dumps(body, indent=1).encode()))
+            for version in before:
+                self._storage.remove(_name(version))
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_S):
@@ -127,6 +140,10 @@ class JobFile:
                 self._write()
             except StorageFailed:
                 continue  # storage is away: training goes on; the next renewal tries again
+
+
+def _name(version: int) -> str:
+    return f"job-{version:09d}.json"
 
 
 def _is_gone(record: JobRecord) -> bool:
