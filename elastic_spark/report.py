@@ -34,7 +34,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .25rem .6rem; vertical-align: top;
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; } th { font-weight: 600; white-space: nowrap; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .bad { color: var(--bad); font-weight: 600; } .ok { color: var(--ok); } .soft { color: var(--soft); }
 .wide { overflow-x: auto; } svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
 svg .soft { fill: var(--soft); } svg .axis { stroke: var(--faint); } svg .line { fill: none; stroke: var(--bar);
@@ -204,7 +204,8 @@ def _events_table(log: Sequence[ev.Event], begin: float) -> str:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], empty: str) -> str:
     if not rows:
         return f'<p class="soft">{empty}</p>'
-    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in heads)
+    kinds = [' class="number"' if isinstance(value, int) else "" for value in rows[0]]
+    head = "".join(f'<th scope="col"{kind}>{_text(name)}</th>' for name, kind in zip(heads, kinds, strict=True))
     body = []
     for row in rows[:MOST_LINES]:
         cells = (f'<td class="number">{v:,}</td>' if isinstance(v, int) else f"<td>{_text(v)}</td>" for v in row)
@@ -303,7 +304,7 @@ def _series(story: Timeline) -> list[str]:
     out = []
     for name, points in list(story.series.items())[:4]:
         kept = thin(points, 400)
-        if len(kept) < 2:
+        if len({value for _, value in kept}) < 2:  # a constant needs no chart
             continue
         first, last = min(step for step, _ in kept), max(step for step, _ in kept)
         low, high = min(value for _, value in kept), max(value for _, value in kept)

@@ -87,9 +87,9 @@ class Recorder:
         return [{"kind": "metric", "key": key, "value": plain, "step": step, "at_ms": round(at * 1000)}]
 
     def _numbered(self, key: str, value: str) -> list[Record]:
-        """``<key>.<n>`` for the first `MOST`, and ``<key>s`` with the count."""
+        """``<key>.<n>`` for the first `MOST`, and ``<key>.count``."""
         number = self._count[key] = self._count.get(key, 0) + 1
-        out = [_tag(f"{key}s", number)]
+        out = [_tag(f"{key}.count", number)]
         return [_tag(f"{key}.{number:03d}", value), *out] if number <= MOST else out
 
     def _pause(self, pause: Pause) -> list[Record]:
@@ -109,7 +109,12 @@ class Recorder:
         return out
 
     def _on_dataset(self, event: ev.DatasetFrozen) -> list[Record]:
-        source: dict[str, object] = {"rows": event.rows, "row_groups": event.row_groups, "lanes": event.lanes, "seed": event.seed}
+        source: dict[str, object] = {
+            "rows": event.rows,
+            "row_groups": event.row_groups,
+            "lanes": event.lanes,
+            "seed": event.seed,
+        }
         source |= {"digest": event.digest, "global_batch": event.global_batch}
         return [
             {"kind": "dataset", "name": event.dataset, "digest": event.digest, "rows": event.rows, "source": source},

@@ -100,7 +100,7 @@ def speed(commits: Sequence[tuple[float, float]], bins: int) -> list[tuple[float
     if len(commits) < 2 or commits[-1][0] <= commits[0][0]:
         return []
     begin, end = commits[0][0], commits[-1][0]
-    bins = max(1, min(bins, (len(commits) - 1) // 2))
+    bins = max(1, min(bins, (len(commits) - 1) // 8))
     width = (end - begin) / bins
     sums = [0.0] * bins
     for at, amount in commits[1:]:

@@ -72,7 +72,7 @@ class Store:
         self.meta = dict(meta)
         self.uri: str = meta["uri"]
         self.remote = urlparse(self.uri).scheme in ("http", "https") or self.uri.startswith("databricks")
-        self.limit_s = 10.0 if self.remote else 60.0
+        self.limit_s = 15.0 if self.remote else 120.0
         self.run_id: str | None = None
         self.experiment_id = ""
         self.newest_step = 0

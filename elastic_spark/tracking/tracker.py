@@ -100,6 +100,7 @@ class Tracker:
         self._fatal: ConfigError | None = None
         self._ending: _Ending | None = None
         self._wake = threading.Event()
+        self._imported = threading.Event()
         self._first_try = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -133,6 +134,7 @@ class Tracker:
         self._save_meta()
         self._thread = threading.Thread(target=self._main, name="elastic-spark-tracking", daemon=True)
         self._thread.start()
+        self._imported.wait()
         self._first_try.wait(self._store.limit_s + 5.0)
         if self._fatal is not None:
             raise self._fatal
@@ -168,6 +170,10 @@ class Tracker:
 
     def _main(self) -> None:
         try:
+            try:
+                import mlflow  # noqa: F401  # seconds on a busy machine, which are not the store's
+            finally:
+                self._imported.set()
             self._open()
             self._recorder = Recorder(max(self._store.newest_step, _newest_step(self._spool)))
             self._first_try.set()
