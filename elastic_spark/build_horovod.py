@@ -141,11 +141,12 @@ def ensure_horovod(*, stock: bool = False, rebuild: bool = False) -> str:
     return f"Horovod {HOROVOD_VERSION} installed: {probe.stdout.strip()}"
 
 
-def _require_tools() -> None:
-    """Name what the build needs and this machine lacks."""
-    wanted = {"g++": ("g++", "c++"), "cmake": ("cmake",), "make": ("make",)}
-    missing = [name for name, names in wanted.items() if not any(map(shutil.which, names))]
-    if missing and not (missing == ["g++"] and os.environ.get("CXX")):
+def _require_tools(extra_path: str = str(Path(sys.executable).parent)) -> None:
+    """Name what the build needs and this machine lacks; ``extra_path``: where a cmake from PyPI lies."""
+    path = os.pathsep.join([extra_path, os.environ.get("PATH", "")])
+    wanted = {"g++": (os.environ.get("CXX") or "g++", "c++"), "cmake": ("cmake",), "make": ("make",)}
+    missing = [name for name, names in wanted.items() if not any(shutil.which(each, path=path) for each in names)]
+    if missing:
         raise EnvironmentUnfit(
             f"building Horovod needs {', '.join(missing)}. On Debian or Ubuntu: apt-get install g++ make cmake; "
             "with conda: conda install -c conda-forge cxx-compiler make cmake; cmake alone also: pip install cmake"
