@@ -26,11 +26,19 @@ DTYPES = sorted({item for item in vars(torch).values() if isinstance(item, torch
 STORABLE = [item for item in DTYPES if not str(item).startswith(("torch.qint", "torch.quint"))]
 
 
+@pytest.fixture
+def folder():
+    """In memory where there is such a disk: the suite need not wait for a real one at every fsync."""
+    path = tempfile.mkdtemp(dir=MEMORY_DISK)
+    yield path
+    shutil.rmtree(path)
+
+
 @pytest.fixture(params=["path", "file://", "local://", "memory://"])
-def store(request, tmp_path):
+def store(request, folder):
     if request.param == "memory://":
         return CheckpointStore(f"memory://{uuid.uuid4().hex}/ckpt")
-    return CheckpointStore(f"{request.param.replace('path', '')}{tmp_path}/ckpt")
+    return CheckpointStore(f"{request.param.replace('path', '')}{folder}/ckpt")
 
 
 def bits(tensor):
