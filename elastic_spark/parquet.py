@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import fsspec
 import numpy as np
@@ -51,7 +52,7 @@ _PLAIN = {
 def local_path(path: str) -> str | None:
     """The path on this machine that a path or ``file:`` URI names, None for any other URI."""
     if path.startswith("file:"):
-        return urlsplit(path).path
+        return path.removeprefix("file:").removeprefix("//")
     return None if "://" in path else path
 
 
@@ -94,6 +95,98 @@ def column_of(field: pa.Field) -> Column:
         f"column {field.name!r} has type {kind}, which does not become a tensor; leave it out with `columns`, or "
         "convert it (a Spark ML vector in Parquet: freeze the DataFrame, or use pyspark.ml.functions.vector_to_array)"
     )
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What the footer of a Parquet file says. ``row_groups``: (rows, bytes before compression) of each. ``nulls``: by
+    column, None where the file does not tell. ``content``: a hash of the footer, which holds the sizes, places and
+    least and greatest values of all column chunks."""
+
+    path: str
+    row_groups: tuple[tuple[int, int], ...]
+    fields: dict[str, pa.Field]
+    nulls: dict[str, int | None]
+    content: str
+
+
+def read_footer(path: str) -> Footer:
+    """Reads the footer of the file at a local path or fsspec URI. Raises DataError naming it where that fails."""
+    try:
+        with open_parquet(path) as file:
+            metadata: pq.FileMetaData = file.metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            fields = {item.name: item for item in file.schema_arrow}
+        with fsspec.open(path, "rb") as raw:
+            raw.seek(-(metadata.serialized_size + 8), 2)
+            content = hashlib.sha256(raw.read()).hexdigest()
+    except READ_ERRORS as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    leaves = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+    return Footer(
+        path=path,
+        row_groups=tuple((group.num_rows, group.total_byte_size) for group in groups),
+        fields=fields,
+        nulls={name: _null_count(groups, leaves.get(name)) for name in fields},
+        content=content,
+    )
+
+
+def _null_count(groups: Sequence[pq.RowGroupMetaData], leaf: int | None) -> int | None:
+    """Nulls of a column by the statistics of its chunks, None where one has none, or for a nested column."""
+    total = 0
+    for group in groups if leaf is not None else ():
+        statistics = group.column(leaf).statistics
+        if statistics is None or not statistics.has_null_count:
+            return None
+        total += statistics.null_count
+    return total if leaf is not None else None
+
+
+@dataclass
+class Facts:
+    """What only the values of a column tell. ``lengths``: those of its lists; ``values``: its distinct strings."""
+
+    nulls: int = 0
+    nulls_inside: int = 0
+    lengths: set[int] = field(default_factory=set)
+    values: set[str] = field(default_factory=set)
+
+    def add(self, other: Facts) -> None:
+        """Takes in the facts of other rows of the same column."""
+        self.nulls += other.nulls
+        self.nulls_inside += other.nulls_inside
+        self.lengths |= other.lengths
+        self.values |= other.values
+
+
+def scan(path: str, columns: Sequence[Column], most_values: int) -> dict[str, Facts]:
+    """Reads columns of a file for their `Facts`; stops collecting strings where they are more than ``most_values``.
+
+    Raises DataError naming the file where it cannot be read.
+    """
+    facts = {column.name: Facts() for column in columns}
+    try:
+        with open_parquet(path) as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=list(facts), use_threads=False):
+                for column in columns:
+                    facts[column.name].add(_facts(batch.column(column.name), column))
+                    if len(facts[column.name].values) > most_values:
+                        return facts
+    except READ_ERRORS as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    return facts
+
+
+def _facts(array: pa.Array, column: Column) -> Facts:
+    facts = Facts(nulls=array.null_count)
+    if column.width:
+        lengths = pc.list_value_length(array)
+        facts.lengths = {int(n) for n in pc.unique(lengths.drop_null()).to_pylist()}
+        facts.nulls_inside = array.flatten().null_count
+    if column.source == "string":
+        facts.values = set(pc.unique(array.drop_null()).to_pylist())
+    return facts
 
 
 def read_records(path: str, index: int, columns: Sequence[Column], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
