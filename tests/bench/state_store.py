@@ -3,7 +3,7 @@
     python tests/bench/state_store.py [folder] [trials]
 
 A state of 302 MB (25.2 M parameters, Adam). Each trial takes every measure once, in turn, so that a noisy moment hits
-all alike; figures are medians, ``*_min_s`` the best. ``write_ratio`` is the median over trials of plain time / our time.
+all alike; figures are medians, ``*_min_s`` the best. ``write_ratio``: median over trials of plain time by our time.
 
 * ``disk_limit_mb_s``: the same bytes written in order to one file, then fsync.
 * ``write_mb_s``: `CheckpointStore.write_part`: the same, hashed, with the meta file and the directories synced.
