@@ -7,6 +7,7 @@ made, none is ever set.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -66,13 +67,17 @@ class Refused(Exception):
 
 
 class Store:
-    """The run of one job. All methods are for one thread; every request ends after ``limit_s`` seconds."""
+    """The run of one job. All methods are for one thread.
+
+    Every request ends after ``limit_s`` seconds, and none is begun after ``deadline`` (of the monotonic clock).
+    """
 
     def __init__(self, meta: Mapping[str, Any], warn: Callable[[str], None], parent: str | None = None) -> None:
         self.meta = dict(meta)
         self.uri: str = meta["uri"]
         self.remote = urlparse(self.uri).scheme in ("http", "https") or self.uri.startswith("databricks")
         self.limit_s = 15.0 if self.remote else 120.0
+        self.deadline = math.inf
         self.run_id: str | None = None
         self.experiment_id = ""
         self.newest_step = 0
@@ -111,8 +116,11 @@ class Store:
 
     def _ask(self, call: Callable[[], T]) -> T:
         """``call()`` within the limit; its errors as `Away` or `Refused`."""
+        limit = min(self.limit_s, self.deadline - time.monotonic())
+        if limit <= 0:
+            raise Away("no time left")
         try:
-            out = self._bounded(call, self.limit_s)
+            out = self._bounded(call, limit)
         except (Refused, ConfigError):
             raise
         except Exception as error:

@@ -196,9 +196,8 @@ class Tracker:
             return False
         records = self._end_records(ending)
         self._pending += records
+        self._store.deadline = ending.deadline
         while True:
-            left = ending.deadline - time.monotonic()
-            self._store.limit_s = max(0.5, min(self._store.limit_s, left))
             if self._deliver():
                 return True
             long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
