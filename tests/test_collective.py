@@ -237,13 +237,13 @@ def test_init_and_shutdown_in_any_order(template):
     asyncio.run(main())
 
 
-def test_an_abort_during_init_makes_a_success_a_failure(template):
+def test_an_abort_during_init_makes_a_success_a_failure_and_one_before_it_saves_the_init(template):
     async def main() -> None:
         async with World(template, job="aborted_while_starting") as world:
             await world.add("a")
             await world.until(lambda: world.workers["a"].noted("done"))
-            assert world.workers["a"].failed_inits == [(1, "aborted during init")]
-            assert world.workers["a"].noted("asked")[1]["reason"] == "init failed"
+            assert world.workers["a"].failed_inits == [(1, "aborted during init"), (2, "aborted before init")]
+            assert [note["reason"] for note in world.workers["a"].noted("asked")] == ["start", *["init failed"] * 2]
 
     asyncio.run(main())
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import pickle
+import resource
 import socket
 import struct
 import time
@@ -307,7 +309,8 @@ def test_of_a_pair_the_lower_address_in_gloos_order_listens(ends):
     """Three ranks; rank i's address for j is ``table[i, j]``. Gloo compares the IP, then the port in network order
     read as a number of the host."""
     table = dict(zip([(i, j) for i in range(3) for j in range(3) if i != j], ends, strict=True))
-    generation = module._Generation(1, ["a", "b", "c"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        generation = module._Generation(1, ["a", "b", "c"], listener)
     generation.scopes["global"] = scope = module._Scope()
     for i in range(3):
         scope.published[i] = b"".join(address(table[i, j][1], table[i, j][0]) for j in range(3) if j != i)
@@ -425,6 +428,47 @@ async def test_a_request_in_pieces():
     assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
     writer.close()
     assert rendezvous.addresses(1) == [("127.0.0.1", 77)]
+    await rendezvous.close_all()
+
+
+@in_loop
+async def test_the_answers_of_a_large_world_are_whole():
+    size = 1000
+    rendezvous = Rendezvous("127.0.0.1")
+    port = await rendezvous.open(1, [f"w{rank}" for rank in range(size)])
+    body = b"".join(address(1 + other) for other in range(size - 1))
+    waiting = asyncio.create_task(request(port, "GET", "/global/999"))
+    await parked(rendezvous, 1, "w999")
+    assert (await request(port, "PUT", "/global/999", body))[0] == 200
+    assert await waiting == await request(port, "GET", "/global/999") == (200, body)
+    await rendezvous.close_all()
+
+
+@in_loop
+async def test_out_of_descriptors_is_waited_out():
+    rendezvous = Rendezvous("127.0.0.1")
+    port = await rendezvous.open(1, ["w0"])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hoard = []
+    _reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                hoard.append(os.dup(0))
+        os.close(hoard.pop())
+        another = socket.socket()  # takes the last one, and is not accepted
+        another.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(another, ("127.0.0.1", port))
+        for _ in range(100):
+            await asyncio.sleep(0)
+    finally:
+        for descriptor in hoard:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    another.close()
+    writer.close()
+    assert (await request(port, "GET", "/rank_and_size/w0:0"))[0] == 200
     await rendezvous.close_all()
 
 

@@ -44,6 +44,12 @@ _MAX_SCOPES = 256
 _READ_LIMIT_S = 5.0
 _POKE_LIMIT_S = 1.0
 _BACKLOG = 1024
+_RECEIVE_BYTES = 65536
+_SURE_TO_FIT_BYTES = 4096
+_ACCEPTS_A_TURN = 64
+_ACCEPT_RETRY_S = 0.1
+_CONNECTIONS = 64
+_CONNECTIONS_A_MEMBER = 4
 
 _PROCESS_SET = re.compile(r"(.+)_process_set_hash_[0-9a-f]{1,16}")
 _KEY = re.compile(r"(rank_)?(0|[1-9][0-9]{0,5})")
@@ -94,7 +100,7 @@ class _Scope:
 
 
 class _Generation:
-    def __init__(self, number: int, members: Sequence[str]) -> None:
+    def __init__(self, number: int, members: Sequence[str], listener: socket.socket) -> None:
         self.number = number
         self.members = tuple(members)
         self.largest_body = max(_MAX_HOSTNAME_BYTES, ADDRESS_BYTES * len(members))
@@ -102,8 +108,39 @@ class _Generation:
         self.scopes: dict[str, _Scope] = {}
         self.parked: dict[tuple[str, int], list[_Connection]] = {}
         self.connections: set[_Connection] = set()
-        self.server: asyncio.Server | None = None
-        self.port = 0
+        self.port: int = listener.getsockname()[1]
+        self._listener = listener
+
+    # ---- connections
+
+    def listen(self) -> None:
+        if self._listener.fileno() >= 0:  # not closed meanwhile
+            self._listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_A_TURN):
+            try:
+                accepted, _name = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # out of descriptors: the listener stays readable, so look away for a moment
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener.fileno())
+                loop.call_later(_ACCEPT_RETRY_S, self.listen)
+                return
+            if len(self.connections) >= _CONNECTIONS + _CONNECTIONS_A_MEMBER * len(self.members):
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            _Connection(self, accepted)
+
+    def close(self) -> None:
+        self.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+        for connection in list(self.connections):
+            connection.close()
 
     # ---- what may be said
 
@@ -199,9 +236,10 @@ class _Generation:
         connection.reply()
 
     def unpark(self, connection: _Connection) -> None:
-        if connection.parked_at is not None and connection in self.parked.get(connection.parked_at, ()):
-            self.parked[connection.parked_at].remove(connection)
-            if not self.parked[connection.parked_at]:
+        waiting = self.parked.get(connection.parked_at, []) if connection.parked_at is not None else []
+        if connection in waiting:
+            waiting.remove(connection)
+            if not waiting and connection.parked_at is not None:
                 del self.parked[connection.parked_at]
 
     def cancel(self) -> None:
@@ -212,47 +250,43 @@ class _Generation:
             connection.reply(_NO_ADDRESS)
 
 
-class _Connection(asyncio.Protocol):
-    """One request of one client, its answer, and the end."""
+class _Connection:
+    """One request of one client, its answer, and the end.
 
-    def __init__(self, generation: _Generation) -> None:
+    A world of 16 makes 2,700 of them, so they use the loop only to wait: mostly the request has come with the
+    connection, and is answered before the next one is accepted.
+    """
+
+    def __init__(self, generation: _Generation, accepted: socket.socket) -> None:
         self.parked_at: tuple[str, int] | None = None
         self._generation = generation
+        self._socket = accepted
         self._received = bytearray()
-        self._answered = False
-        self._transport: asyncio.Transport | None = None
         self._limit: asyncio.TimerHandle | None = None
+        generation.connections.add(self)
+        self._read()
+        if self in generation.connections:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(accepted.fileno(), self._read)
+            if self.parked_at is None:
+                self._limit = loop.call_later(_READ_LIMIT_S, self.close)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        if len(self._generation.connections) >= 64 + 4 * len(self._generation.members):
-            transport.abort()
-            return
-        self._generation.connections.add(self)
-        self._limit = asyncio.get_running_loop().call_later(_READ_LIMIT_S, transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        if self._answered or self.parked_at is not None:
-            self.close()  # one request a connection
-            return
-        self._received += data
+    def _read(self) -> None:
         try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+            if not data or self.parked_at is not None:  # it went away, or says more than one request
+                raise ConnectionError
+            self._received += data
             request = _parse_request(self._received, self._generation.largest_body)
-        except ValueError:
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
             self.close()
             return
         if request is not None:
             if self._limit is not None:
                 self._limit.cancel()
             self._generation.handle(self, request)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-        self._generation.unpark(self)
-        self._generation.connections.discard(self)
-        self._transport = None
 
     def reply(self, body: bytes = b"") -> None:
         self._answer(b"200 OK", body)
@@ -261,14 +295,22 @@ class _Connection(asyncio.Protocol):
         self._answer(b"409 Conflict", b"")
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if self in self._generation.connections:
+            self._generation.connections.remove(self)
+            self._generation.unpark(self)
+            if self._limit is not None:
+                self._limit.cancel()
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
 
     def _answer(self, status: bytes, body: bytes) -> None:
-        self._answered = True
-        if self._transport is not None:
-            self._transport.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
-            self._transport.close()
+        """Answers in one go. The largest answer, 136 bytes for each member, has to fit the connection's buffer."""
+        answer = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+        with contextlib.suppress(OSError):
+            if len(answer) > _SURE_TO_FIT_BYTES:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(answer))
+            self._socket.send(answer)
+        self.close()
 
 
 class Rendezvous:
@@ -290,16 +332,9 @@ class Rendezvous:
             raise ValueError(f"members of generation {generation} must be distinct and at least one: {list(members)}")
         if generation in self._generations:
             raise ValueError(f"generation {generation} is open already")
-        opened = _Generation(generation, members)
+        opened = _Generation(generation, members, socket.create_server((self._host, 0), backlog=_BACKLOG))
         self._generations[generation] = opened
-        try:
-            opened.server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(opened), self._host, 0, family=socket.AF_INET, backlog=_BACKLOG
-            )
-        except OSError:
-            del self._generations[generation]
-            raise
-        opened.port = opened.server.sockets[0].getsockname()[1]
+        opened.listen()
         return opened.port
 
     def environment(self, generation: int) -> list[dict[str, str]]:
@@ -363,24 +398,16 @@ class Rendezvous:
         opened = self._generations.pop(generation, None)
         if opened is None:
             return
-        opened.cancel()
-        if opened.server is not None:
-            opened.server.close()
-        for connection in list(opened.connections):
-            connection.close()
+        opened.close()
 
     async def close_all(self) -> None:
         """Stops all servers and waits until nothing of them is left."""
-        servers = [opened.server for opened in self._generations.values() if opened.server is not None]
         for generation in list(self._generations):
             self.close(generation)
         pokes = list(self._pokes)
         for poke in pokes:
             poke.cancel()
         await asyncio.gather(*pokes, return_exceptions=True)
-        for server in servers:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.wait_closed(), 1.0)
 
 
 async def _poke(address: tuple[str, int]) -> None:

@@ -13,7 +13,7 @@ So a stock function under ``@hvd.elastic.run`` takes part in any number of world
 The life of a world in this process, and what `abort` does in each phase::
 
     IDLE --assignment--> STARTING --native init--> RUNNING --hvd.shutdown--> STOPPING --> IDLE
-    nothing              remember                  break the mesh            break the mesh
+    remember             remember                  break the mesh            break the mesh
 
 A Horovod built with `elastic_spark.build_horovod` has ``horovod_interrupt``, which ends every wait of Gloo in any
 phase. On a stock one the mesh's sockets are shut down (`elastic_spark.worker.abort`), but never while STARTING: there,
@@ -85,7 +85,7 @@ class _Phase(enum.Enum):
 
 
 class _World:
-    """This process's part in Horovod's worlds, one after the other. ``lock`` guards phase, assignment and abort."""
+    """This process's part in Horovod's worlds, one after the other. ``lock`` guards what `abort` reads and writes."""
 
     def __init__(self, session: Session, basics: Any) -> None:
         library = basics.MPI_LIB_CTYPES
@@ -99,7 +99,8 @@ class _World:
         self.lock = threading.Lock()
         self.phase = _Phase.IDLE
         self.assignment: Assignment | None = None
-        self.abort_requested: Collection[tuple[str, int]] | None = None
+        self.aborted = -1  # the newest generation that was aborted; generations only grow
+        self.addresses: Collection[tuple[str, int]] = ()  # of the assignment's mesh, known once it is aborted
         self.reason = "start"
         self.collective_error: str | None = None
 
@@ -111,25 +112,30 @@ class _World:
             return True
         while True:
             assignment = self.session.next_assignment(self.reason)
-            os.environ.update(assignment.env)
-            with self.lock:
-                self.phase, self.assignment, self.abort_requested = _Phase.STARTING, assignment, None
             started = time.perf_counter()
-            succeeded = self.native_init(*arguments)
-            seconds = time.perf_counter() - started
-            error = "aborted during init" if succeeded else self.init_error()
-            with self.lock:
-                aborted = self.abort_requested
-                if succeeded and aborted is None:
-                    self.phase, self.reason, self.collective_error = _Phase.RUNNING, "reset", None
-            if self.phase is _Phase.RUNNING:
-                self.session.initialised(assignment, seconds)
+            error = self._start(assignment, arguments)
+            if error is None:
+                self.session.initialised(assignment, time.perf_counter() - started)
                 return True
-            if aborted is not None:
-                break_mesh(aborted)
             self.shutdown()
             self.reason = "init failed"
             self.session.init_failed(assignment, error)
+
+    def _start(self, assignment: Assignment, arguments: tuple[Any, ...]) -> str | None:
+        """Brings Horovod up in ``assignment``; says why where it fails."""
+        os.environ.update(assignment.env)
+        with self.lock:
+            if assignment.generation <= self.aborted:
+                return "aborted before init"
+            self.phase, self.assignment, self.addresses = _Phase.STARTING, assignment, ()
+        if not self.native_init(*arguments):
+            return self.init_error()
+        with self.lock:
+            if assignment.generation > self.aborted:
+                self.phase, self.reason, self.collective_error = _Phase.RUNNING, "reset", None
+                return None
+        break_mesh(self.addresses)
+        return "aborted during init"
 
     def shutdown(self) -> None:
         """In place of ``horovod_shutdown``. It waits for Horovod's thread, which an abort may have to set free."""
@@ -137,14 +143,14 @@ class _World:
             self.phase = _Phase.STOPPING
         self.native_shutdown()
         with self.lock:
-            self.phase, self.assignment, self.abort_requested = _Phase.IDLE, None, None
+            self.phase, self.assignment = _Phase.IDLE, None
 
     def abort(self, generation: int, addresses: Collection[tuple[str, int]]) -> bool:
         with self.lock:  # held while the mesh is broken, so that no other world can begin meanwhile
+            self.aborted = max(self.aborted, generation)
             if self.assignment is None or self.assignment.generation != generation:
                 return False
-            if self.phase is _Phase.STARTING:
-                self.abort_requested = tuple(addresses)
+            self.addresses = tuple(addresses)
             if self.interrupt is not None:
                 self.interrupt()
                 return True
@@ -191,9 +197,9 @@ def in_native_init() -> bool:
 def abort(generation: int, addresses: Collection[tuple[str, int]]) -> bool:
     """Makes whatever waits for another member of ``generation`` fail at once. Safe from any thread at any time.
 
-    ``addresses`` are the (ip, port) pairs published at the rendezvous of that generation. Where ``generation`` is not
-    this process's current one, or has ended, nothing happens. Returns whether something was broken now: on a stock
-    Horovod an abort during init is remembered until init returns.
+    ``addresses`` are the (ip, port) pairs published at the rendezvous of that generation. A later generation than the
+    current one is not even begun when it is assigned; an earlier one is over. Returns whether something was broken
+    now: on a stock Horovod an abort during init is remembered until init returns.
     """
     return _installed().abort(generation, addresses)
 
