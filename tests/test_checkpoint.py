@@ -359,6 +359,22 @@ def test_a_small_file_beside_the_checkpoints_can_be_replaced_whole(store):
     assert store.attempts() == []
 
 
+def test_a_large_write_that_fails_leaves_no_file(store):
+    """An error of whoever makes the data stays what it is; what was streamed until then is dropped."""
+    block = memoryview(bytes(3 << 20))
+    with pytest.raises(TypeError), store._storage.create("step/state") as sink:
+        _write_blocks(sink, block, block, "no bytes")
+    assert store._storage.files("step") == {}
+    with store._storage.create("step/state") as sink:
+        _write_blocks(sink, block, block)
+    assert store._storage.files("step") == {"state": 6 << 20}
+
+
+def _write_blocks(sink, *blocks):
+    for block in blocks:
+        sink.write(memoryview(block))
+
+
 # Retention and commands
 
 
@@ -504,6 +520,9 @@ def test_a_failed_write_leaves_nothing_on_a_volume(tmp_path):
     with pytest.raises(RuntimeError), mount.create("a/c"):
         raise RuntimeError
     assert mount.files("a") == {"b": 1}
+    (tmp_path / "a" / "d").mkdir()
+    with pytest.raises(StorageFailed, match=r"cannot write .*IsADirectoryError"), mount.create("a/d") as sink:
+        sink.write(memoryview(b"x"))
 
 
 # Background
