@@ -573,6 +573,22 @@ def aborted_while_starting(session: PipeSession, name: str) -> None:
     session.commands.get()
 
 
+def process_sets(session: PipeSession, name: str) -> None:
+    """A process set that is added, removed and added again."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init(process_sets="dynamic")
+    for _ in range(3):
+        pair = hvd.add_process_set([0, 2])
+        if hvd.rank() != 1:
+            value = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair)
+            session.send("sum", value=float(value))
+        assert hvd.remove_process_set(pair)
+    session.send("done")
+    session.commands.get()
+
+
 def freeze_at_init(session: PipeSession, name: str) -> None:
     """Has its place in the world, and stops before it publishes an address."""
     import horovod.torch as hvd
@@ -594,6 +610,7 @@ JOBS: dict[str, Callable[..., None]] = {
         reset_often,
         aborted_while_starting,
         freeze_at_init,
+        process_sets,
     )
 }
 

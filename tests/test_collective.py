@@ -237,6 +237,33 @@ def test_init_and_shutdown_in_any_order(template):
     asyncio.run(main())
 
 
+def test_process_sets_meet_again_and_again(template):
+    async def main() -> None:
+        async with World(template, first=3, job="process_sets") as world:
+            await world.add("a", "b", "c")
+            await world.until(lambda: all(worker.noted("done") for worker in world.workers.values()))
+            sums = {name: [note["value"] for note in world.workers[name].noted("sum")] for name in world.members}
+            assert list(sums.values()) == [[2.0] * 3, [], [2.0] * 3]
+
+    asyncio.run(main())
+
+
+def test_a_driver_that_stands_still_while_eight_workers_meet(template):
+    """BR-18: the kernel keeps their requests; nobody gives up."""
+
+    async def main() -> None:
+        async with World(template, first=8, job="reset_often", times=3) as world:
+            await world.add(*(f"w{number}" for number in range(8)))
+            while len(world.rendezvous.addresses(1)) < 20:
+                await asyncio.sleep(0)
+            time.sleep(3)  # the whole event loop, as a stopped driver would
+            await world.until(lambda: all(worker.noted("done") for worker in world.workers.values()))
+            assert world.generation == 3
+            assert not any(worker.failed_inits for worker in world.workers.values())
+
+    asyncio.run(main())
+
+
 def test_an_abort_during_init_makes_a_success_a_failure_and_one_before_it_saves_the_init(template):
     async def main() -> None:
         async with World(template, job="aborted_while_starting") as world:

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_spark.driver import rendezvous as module
-from elastic_spark.driver.rendezvous import ADDRESS_BYTES, Rendezvous
+from elastic_spark.driver.mesh import ADDRESS_BYTES, Mesh, parse_address
+from elastic_spark.driver.rendezvous import Rendezvous
 
 LIMIT = 10.0
 
@@ -309,21 +310,22 @@ def test_of_a_pair_the_lower_address_in_gloos_order_listens(ends):
     """Three ranks; rank i's address for j is ``table[i, j]``. Gloo compares the IP, then the port in network order
     read as a number of the host."""
     table = dict(zip([(i, j) for i in range(3) for j in range(3) if i != j], ends, strict=True))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        generation = module._Generation(1, ["a", "b", "c"], listener)
-    generation.scopes["global"] = scope = module._Scope()
+    mesh = Mesh()
     for i in range(3):
-        scope.published[i] = b"".join(address(table[i, j][1], table[i, j][0]) for j in range(3) if j != i)
+        mesh.published[i] = b"".join(address(table[i, j][1], table[i, j][0]) for j in range(3) if j != i)
 
     def gloo(end: tuple[str, int]) -> tuple[bytes, int]:
         return socket.inet_aton(end[0]), socket.htons(end[1])
 
     expected = {min(table[i, j], table[j, i], key=gloo) for i in range(3) for j in range(i)}
-    assert {module._parse(entry) for entry in scope.listeners()} == expected
-    assert {module._parse(entry) for entry in scope.awaited()} == expected
-    scope.finished.add(2)
-    assert {module._parse(entry) for entry in scope.listeners()} == expected
-    assert not list(scope.awaited())
+    assert {parse_address(entry) for entry in mesh.listeners()} == expected
+    assert {parse_address(entry) for entry in mesh.awaited()} == expected
+    mesh.finished.add(2)
+    assert {parse_address(entry) for entry in mesh.listeners()} == expected
+    assert not list(mesh.awaited())
+    assert not mesh.complete()
+    mesh.finished |= {0, 1}
+    assert mesh.complete()
 
 
 @in_loop
@@ -429,6 +431,36 @@ async def test_a_request_in_pieces():
     writer.close()
     assert rendezvous.addresses(1) == [("127.0.0.1", 77)]
     await rendezvous.close_all()
+
+
+@in_loop
+async def test_the_number_of_meshes_is_bounded():
+    rendezvous = Rendezvous("127.0.0.1")
+    port = await rendezvous.open(1, ["w0", "w1"])
+    answers = [await request(port, "PUT", f"/global_process_set_hash_{n:x}/rank_0", b"h") for n in range(257)]
+    assert [status for status, _ in answers] == [200] * 256 + [409]
+    await rendezvous.close_all()
+
+
+@in_loop
+async def test_close_all_ends_silent_clients_and_pokes_under_way():
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        rendezvous = Rendezvous("127.0.0.1")
+        port = await rendezvous.open(1, ["w0", "w1"])
+        await request(port, "PUT", "/global/0", address(frozen.getsockname()[1]))
+        await request(port, "PUT", "/global/1", address(frozen.getsockname()[1], "127.0.0.2"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET ")
+        while not rendezvous._generations[1].connections:
+            await asyncio.sleep(0)
+        rendezvous.cancel(1)
+        accepted, _ = await asyncio.get_running_loop().run_in_executor(None, frozen.accept)
+        await rendezvous.close_all()
+        await ended(reader)
+        assert not rendezvous._pokes
+        assert rendezvous.waited_for(1) == []
+        writer.close()
+        accepted.close()
 
 
 @in_loop

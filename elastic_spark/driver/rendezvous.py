@@ -10,10 +10,8 @@ This is that store, written for worlds that change:
   is answered with one byte. That is no address, so Horovod's client throws at once. A stock Horovod that waits as the
   *listening* side of a pair whose other end died (for five times the Gloo timeout) is *poked*: its listener is
   connected to and half-closed.
-* **It knows which addresses can still be in use.** Of the two addresses of a pair Gloo gives up the higher one and lets
-  its owner connect to the lower, and a DELETE says that a rank has passed the barrier behind its mesh, so that nobody
-  listens in that scope any more. `Rendezvous.addresses` and the pokes leave given-up addresses out: the kernel may have
-  handed such a port to somebody else.
+* **It knows which addresses can still be in use** (`elastic_spark.driver.mesh`), so that neither a poke nor an abort
+  ever meets a port that the kernel has handed to somebody else.
 
 Security: Horovod's clients cannot authenticate themselves, so whoever reaches the port can speak. What they can do is
 bounded: only scopes and ranks of the generation's members exist, an address is accepted once and only in the exact
@@ -29,12 +27,10 @@ import asyncio
 import contextlib
 import re
 import socket
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-#: Size in bytes of one published address: a ``sockaddr_storage`` and a sequence number.
-ADDRESS_BYTES = 136
+from elastic_spark.driver.mesh import ADDRESS_BYTES, Mesh, parse_address
 
 _NO_ADDRESS = b"!"
 _REMOVED = b"-1,-1,-1,-1,-1,-1"
@@ -63,49 +59,13 @@ class _Request:
     body: bytes
 
 
-@dataclass
-class _Scope:
-    """One mesh. ``published[i]`` holds rank i's addresses, one for every other rank in rank order, as they came."""
-
-    published: dict[int, bytes] = field(default_factory=dict)
-    hostnames: dict[int, bytes] = field(default_factory=dict)
-    finished: set[int] = field(default_factory=set)
-
-    def listeners(self) -> Iterator[bytes]:
-        """The addresses that may be listened on, or be the local end of a connection."""
-        for mine, theirs in self._pairs():
-            if theirs is None or _order(mine) < _order(theirs):
-                yield mine
-
-    def awaited(self) -> Iterator[bytes]:
-        """The addresses whose owner may be waiting for the other side to connect."""
-        for mine, theirs in self._pairs() if not self.finished else ():
-            if theirs is not None and _order(mine) < _order(theirs):
-                yield mine
-
-    def complete(self) -> bool:
-        return len(self.finished) == self._size() == len(self.published)
-
-    def _pairs(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """Every published address with that of the other side of its pair, where that is known."""
-        for rank, body in self.published.items():
-            for other in range(self._size()):
-                if other != rank:
-                    theirs = self.published.get(other)
-                    mine = _entry(body, owner=rank, other=other)
-                    yield mine, theirs and _entry(theirs, owner=other, other=rank)
-
-    def _size(self) -> int:
-        return len(next(iter(self.published.values()), b"")) // ADDRESS_BYTES + 1
-
-
 class _Generation:
     def __init__(self, number: int, members: Sequence[str], listener: socket.socket) -> None:
         self.number = number
         self.members = tuple(members)
         self.largest_body = max(_MAX_HOSTNAME_BYTES, ADDRESS_BYTES * len(members))
         self.cancelled = False
-        self.scopes: dict[str, _Scope] = {}
+        self.meshes: dict[str, Mesh] = {}
         self.parked: dict[tuple[str, int], list[_Connection]] = {}
         self.connections: set[_Connection] = set()
         self.port: int = listener.getsockname()[1]
@@ -160,12 +120,12 @@ class _Generation:
         if size is None or len(body) % ADDRESS_BYTES:
             return False
         named = len(body) // ADDRESS_BYTES + 1
-        known = self.scopes.get(scope)
+        known = self.meshes.get(scope)
         if known is not None and any(len(other) != len(body) for other in known.published.values()):
             return False
         fits = named == size if "_process_set_hash_" not in scope else named <= size
         entries = (body[start : start + ADDRESS_BYTES] for start in range(0, len(body), ADDRESS_BYTES))
-        return fits and rank < named and all(_parse(entry) is not None for entry in entries)
+        return fits and rank < named and all(parse_address(entry) is not None for entry in entries)
 
     # ---- requests
 
@@ -198,10 +158,10 @@ class _Generation:
         if self.cancelled:
             connection.reply()  # a refusal would be retried for 1.5 s; the GET that follows throws at once
             return
-        scope = self.scopes.get(name, _Scope())
+        scope = self.meshes.get(name, Mesh())
         if scope.complete() and "_process_set_hash_" in name:  # it was removed and is being added again
-            scope = _Scope()
-        if name not in self.scopes and len(self.scopes) >= _MAX_SCOPES:
+            scope = Mesh()
+        if name not in self.meshes and len(self.meshes) >= _MAX_SCOPES:
             connection.refuse()
             return
         kept = scope.hostnames if is_hostname else scope.published
@@ -209,7 +169,7 @@ class _Generation:
         if not allowed or kept.get(rank, body) != body:
             connection.refuse()
             return
-        self.scopes[name] = scope
+        self.meshes[name] = scope
         kept[rank] = body
         connection.reply()
         if not is_hostname:
@@ -217,7 +177,7 @@ class _Generation:
                 waiting.reply(body)
 
     def _get(self, connection: _Connection, name: str, rank: int, is_hostname: bool) -> None:
-        scope = self.scopes.get(name, _Scope())
+        scope = self.meshes.get(name, Mesh())
         known = (scope.hostnames if is_hostname else scope.published).get(rank)
         if is_hostname:
             connection.reply(known or b"-")  # Horovod counts equal names of lower ranks; it does not wait for them
@@ -230,7 +190,7 @@ class _Generation:
             self.parked.setdefault((name, rank), []).append(connection)
 
     def _delete(self, connection: _Connection, name: str, rank: int) -> None:
-        scope = self.scopes.get(name)
+        scope = self.meshes.get(name)
         if scope is not None and rank in scope.published:
             scope.finished.add(rank)
         connection.reply()
@@ -371,7 +331,7 @@ class Rendezvous:
         if opened is None or opened.cancelled:
             return
         opened.cancel()
-        awaited = {_parse(entry) for scope in opened.scopes.values() for entry in scope.awaited()}
+        awaited = {parse_address(entry) for scope in opened.meshes.values() for entry in scope.awaited()}
         for address in awaited:
             if address is not None:
                 task = asyncio.get_running_loop().create_task(_poke(address))
@@ -381,8 +341,8 @@ class Rendezvous:
     def addresses(self, generation: int) -> list[tuple[str, int]]:
         """Every published (ip, port) that can be an end of a mesh connection of ``generation``, sorted."""
         opened = self._generations.get(generation)
-        scopes = opened.scopes.values() if opened is not None else ()
-        found = {_parse(entry) for scope in scopes for entry in scope.listeners()}
+        scopes = opened.meshes.values() if opened is not None else ()
+        found = {parse_address(entry) for scope in scopes for entry in scope.listeners()}
         return sorted(address for address in found if address is not None)
 
     def waited_for(self, generation: int) -> list[str]:
@@ -442,25 +402,3 @@ def _parse_request(received: bytearray, max_body: int) -> _Request | None:
     if not len(body) <= length <= max_body:
         raise ValueError("body too long")
     return _Request(method, scope, key, body) if len(body) == length else None
-
-
-def _entry(body: bytes, *, owner: int, other: int) -> bytes:
-    """The address in ``body``, published by rank ``owner``, that is meant for rank ``other``."""
-    start = ADDRESS_BYTES * (other if other < owner else other - 1)
-    return body[start : start + ADDRESS_BYTES]
-
-
-def _order(entry: bytes) -> tuple[bytes, int]:
-    """Sorts two addresses as Gloo does: by IP, then by the port's two bytes read in host order."""
-    ip = entry[4:8] if int.from_bytes(entry[:2], sys.byteorder) == socket.AF_INET else entry[8:24]
-    return ip, int.from_bytes(entry[2:4], sys.byteorder)
-
-
-def _parse(entry: bytes) -> tuple[str, int] | None:
-    """(ip, port) of a published address, or None where it is none."""
-    family = int.from_bytes(entry[:2], sys.byteorder)
-    port = int.from_bytes(entry[2:4], "big")
-    if port == 0 or family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    packed = entry[4:8] if family == socket.AF_INET else entry[8:24]
-    return socket.inet_ntop(family, packed), port
