@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 LIMIT_S = 60.0
@@ -38,7 +38,7 @@ class Rendezvous(http.server.ThreadingHTTPServer):
     def port(self) -> int:
         return int(self.server_address[1])
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self.shutdown()
         self.server_close()
 
@@ -77,6 +77,7 @@ class Rank:
         )
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.errors: list[str] = []
+        self.mends = 0
         self.threads = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
         for thread in self.threads:
             thread.start()
@@ -126,6 +127,36 @@ class Rank:
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+class Pool:
+    """Warm ranks that several tests use one after the other: a rank that was not killed is used again."""
+
+    def __init__(self) -> None:
+        self.idle: list[Rank] = []
+
+    @contextlib.contextmanager
+    def ranks(self, count: int) -> Iterator[list[Rank]]:
+        """``count`` ranks that are not initialised. Those that live afterwards go back, unless the block raised."""
+        taken, self.idle = self.idle[:count], self.idle[count:]
+        fresh = [Rank() for _ in range(count - len(taken))]
+        taken += fresh
+        try:
+            for rank in fresh:
+                rank.mends = rank.answer()["mends"]
+            yield list(taken)
+            for rank in taken:
+                if rank.process.poll() is None:
+                    rank.ask("shutdown")
+                    self.idle.append(rank)
+        finally:
+            for rank in taken:
+                if rank not in self.idle:
+                    rank.__exit__()
+
+    def close(self) -> None:
+        for rank in self.idle:
+            rank.__exit__()
 
 
 def world(server: Rendezvous | None, rank: int, size: int, timeout_s: int = 30) -> dict[str, str]:

@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 
 import pytest
-from horovod_ranks import Rank, Rendezvous, world
+from horovod_ranks import Pool, Rank, Rendezvous, world
 
 from elastic_spark.horovod_mends import MENDS_VERSION
 
@@ -18,14 +18,14 @@ from elastic_spark.horovod_mends import MENDS_VERSION
 def server() -> Iterator[Rendezvous]:
     rendezvous = Rendezvous()
     yield rendezvous
-    rendezvous.stop()
+    rendezvous.close()
 
 
-def start(stack: ExitStack, count: int) -> list[Rank]:
-    ranks = [stack.enter_context(Rank()) for _ in range(count)]
-    for rank in ranks:
-        assert rank.answer() == {"ready": True, "mends": MENDS_VERSION}
-    return ranks
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    warm = Pool()
+    yield warm
+    warm.close()
 
 
 def init_all(ranks: list[Rank], server: Rendezvous) -> None:
@@ -45,11 +45,15 @@ def works_alone(rank: Rank) -> None:
         assert rank.ask("allreduce", value=7) == {"value": 7.0}
 
 
+def test_the_installed_build_is_the_mended_one(pool: Pool) -> None:
+    with pool.ranks(1) as (rank,):
+        assert rank.mends == MENDS_VERSION
+
+
 @pytest.mark.parametrize("stage", ["before its address is known", "after its address is known"])
-def test_peer_killed_during_init_is_an_error_and_not_the_end_of_the_survivor(server: Rendezvous, stage: str) -> None:
+def test_peer_killed_during_init_does_not_end_the_survivor(server: Rendezvous, pool: Pool, stage: str) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    with ExitStack() as stack:
-        survivor, victim = start(stack, 2)
+    with pool.ranks(2) as (survivor, victim):
 
         def hold(method: str, path: str) -> None:
             if (method, path) == ("PUT", "/global/1"):
@@ -72,11 +76,10 @@ def test_peer_killed_during_init_is_an_error_and_not_the_end_of_the_survivor(ser
         works_alone(survivor)
 
 
-def test_interrupt_ends_an_init_that_waits_for_a_peer(server: Rendezvous) -> None:
+def test_interrupt_ends_an_init_that_waits_for_a_peer(server: Rendezvous, pool: Pool) -> None:
     waits = threading.Event()
     server.on_request = lambda method, path: waits.set() if (method, path) == ("GET", "/global/1") else None
-    with ExitStack() as stack:
-        (lonely,) = start(stack, 1)
+    with pool.ranks(1) as (lonely,):
         lonely.tell("init", env=world(server, 0, 2, timeout_s=50))
         assert waits.wait(60)
         lonely.tell("interrupt")
@@ -87,10 +90,10 @@ def test_interrupt_ends_an_init_that_waits_for_a_peer(server: Rendezvous) -> Non
         works_alone(lonely)
 
 
-def test_all_survivors_learn_of_a_kill_at_once(server: Rendezvous) -> None:
+def test_all_survivors_learn_of_a_kill_at_once(server: Rendezvous, pool: Pool) -> None:
     """Stock Horovod: only the neighbours of the dead rank do, the others wait for Gloo's time-out of 30 s."""
-    with ExitStack() as stack:
-        ranks = start(stack, 4)
+    second = Rendezvous()
+    with closing(second), pool.ranks(4) as ranks:
         init_all(ranks, server)
         for rank in ranks:
             rank.tell("train")
@@ -101,8 +104,6 @@ def test_all_survivors_learn_of_a_kill_at_once(server: Rendezvous) -> None:
         for rank in survivors:
             got = rank.answer(limit_s=15)
             assert got["error"] == "HorovodInternalError", got
-        second = Rendezvous()
-        stack.callback(second.stop)
         for rank in survivors:
             rank.ask("shutdown")
         init_all(survivors, second)
@@ -111,9 +112,8 @@ def test_all_survivors_learn_of_a_kill_at_once(server: Rendezvous) -> None:
         assert [rank.answer() for rank in survivors] == [{"value": 111.0}] * 3
 
 
-def test_interrupt_frees_the_peers_of_a_frozen_rank(server: Rendezvous) -> None:
-    with ExitStack() as stack:
-        ranks = start(stack, 3)
+def test_interrupt_frees_the_peers_of_a_frozen_rank(server: Rendezvous, pool: Pool) -> None:
+    with pool.ranks(3) as ranks:
         init_all(ranks, server)
         for rank in ranks:
             rank.tell("train")
@@ -128,9 +128,8 @@ def test_interrupt_frees_the_peers_of_a_frozen_rank(server: Rendezvous) -> None:
         assert ranks[2].answer(limit_s=15)["error"] == "HorovodInternalError"
 
 
-def test_resets_leak_no_descriptors() -> None:
-    with ExitStack() as stack:
-        ranks = start(stack, 2)
+def test_resets_leak_no_descriptors(pool: Pool) -> None:
+    with pool.ranks(2) as ranks:
         open_files = []
         for _ in range(6):
             server = Rendezvous()
@@ -141,5 +140,5 @@ def test_resets_leak_no_descriptors() -> None:
             for rank in ranks:
                 rank.tell("shutdown")
             open_files.append([rank.answer()["descriptors"] for rank in ranks])
-            server.stop()
+            server.close()
         assert open_files[1] == open_files[-1]

@@ -54,7 +54,7 @@ def main(trials: int = 20, size: int = 3, seed: int = 0) -> None:
             ranks.append(rank)
         for victim in victims:
             victim.__exit__()
-        threading.Thread(target=server.stop).start()
+        threading.Thread(target=server.close).start()
     for rank in ranks:
         rank.__exit__()
     to_error.sort()
