@@ -133,6 +133,8 @@ LOSS_CAUSES = (
     "frozen",
     "collective failed",
     "did not reset",
+    "did not start",
+    "user error",
 )
 
 

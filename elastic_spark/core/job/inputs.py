@@ -1,0 +1,122 @@
+"""What can happen to a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Input:
+    """Something that happened."""
+
+
+@dataclass(frozen=True)
+class AgentUp(Input):
+    agent: str
+    slot: int
+    host: str
+    executor: str
+
+
+@dataclass(frozen=True)
+class AgentDown(Input):
+    agent: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class AgentHeard(Input):
+    agent: str
+
+
+@dataclass(frozen=True)
+class WorkerUp(Input):
+    """The worker's process has connected."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class WorkerDown(Input):
+    worker: str
+    cause: str
+    detail: str = ""
+    exit_code: int | None = None
+    tail: str = ""
+
+
+@dataclass(frozen=True)
+class Ready(Input):
+    worker: str
+
+
+@dataclass(frozen=True)
+class Heard(Input):
+    """A sign of life. ``where`` says what the worker is doing, for the watchdog."""
+
+    worker: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Initialised(Input):
+    worker: str
+    generation: int
+
+
+#: `Asked.reason` of a member that was notified, and leaves its world on purpose.
+ASKED_ON_PURPOSE = "reset"
+
+
+@dataclass(frozen=True)
+class Asked(Input):
+    """A member wants its next assignment.
+
+    ``step``: the newest committed step it holds (consistently), -1 where it holds or tells none. ``reason``: "reset",
+    "collective failed" or "init failed".
+    """
+
+    worker: str
+    generation: int
+    step: int
+    reason: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Finished(Input):
+    """The user's function has returned."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class UserError(Input):
+    """The user's function has raised, ``at`` unix seconds by the worker's clock."""
+
+    worker: str
+    step: int
+    at: float
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Draining(Input):
+    """The executor will go away; its workers leave at their next commit."""
+
+    executor: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fault(Input):
+    """Something that ends the job: ``kind`` is the name of the exception class."""
+
+    kind: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Tick(Input):
+    """Time has passed."""

@@ -1,0 +1,93 @@
+"""What follows from time alone: who is silent, who takes too long, what is due.
+
+Silence is judged only against others: a worker that is not heard for ``frozen_after_s`` is lost when another one has
+been heard meanwhile; when all are silent nobody is to blame until ``silent_all_after_s``. Imports may hold the
+interpreter for long, so a WARMING worker is judged by its time limit alone.
+"""
+
+from __future__ import annotations
+
+from elastic_spark.core import events as ev
+from elastic_spark.core.job.state import Agent, Stage
+from elastic_spark.core.job.turn import Turn
+
+
+def judge(turn: Turn) -> None:
+    """At each tick."""
+    _judge_silence(turn)
+    _judge_stages(turn)
+    _judge_finish(turn)
+    _spawn_due(turn)
+    _watch(turn)
+
+
+def take_down_agent(turn: Turn, agent: Agent, cause: str) -> None:
+    """The agent is gone, and its worker with it."""
+    turn.drop_agent(agent)
+    turn.record(ev.AgentLost(at=turn.now, agent=agent.id, cause=cause))
+    worker = turn.job.workers.get(agent.worker or "")
+    if worker is not None:
+        turn.lose(worker, "executor lost", cause, blame=not agent.draining)
+
+
+def _judge_silence(turn: Turn) -> None:
+    options = turn.job.options
+    workers = [w for w in turn.job.workers.values() if w.stage not in (Stage.WARMING, Stage.DONE)]
+    everybody = all(turn.clock - worker.heard > options.frozen_after_s for worker in workers)
+    limit = options.silent_all_after_s if everybody else options.frozen_after_s
+    for worker in workers:
+        silence = turn.clock - worker.heard
+        if silence > limit:
+            turn.lose(worker, "frozen", f"not heard for {silence:.1f} s")
+    agents = list(turn.job.agents.values())
+    limit = 2 * options.frozen_after_s
+    if all(turn.clock - agent.heard > limit for agent in agents):
+        limit = options.silent_all_after_s
+    for agent in agents:
+        silence = turn.clock - agent.heard
+        if silence > limit:
+            turn.release(agent, "silent")
+            take_down_agent(turn, agent, f"not heard for {silence:.1f} s")
+
+
+def _judge_stages(turn: Turn) -> None:
+    options = turn.job.options
+    for worker in list(turn.job.workers.values()):
+        age, late = turn.clock - worker.since, turn.clock - turn.job.ending_since
+        if worker.stage is Stage.WARMING and age > options.warm_timeout_s:
+            turn.lose(worker, "did not start", f"not ready after {age:.0f} s")
+        elif worker.stage is Stage.CALLED and age > options.init_timeout_s and turn.job.ending is None:
+            turn.end_generation(f"{worker.id} did not initialise within {options.init_timeout_s:.0f} s")
+        elif worker.stage is Stage.CALLED and age > 2 * options.init_timeout_s:
+            turn.lose(worker, "did not reset", f"in Horovod's init for {age:.0f} s")
+        elif worker.stage is Stage.RUNNING and turn.job.ending is not None and late > options.elastic_timeout:
+            turn.lose(worker, "did not reset", f"did not ask for {late:.0f} s: {worker.where}")
+
+
+def _judge_finish(turn: Turn) -> None:
+    """Rank 0 has finished and others have not for long: they wait for it in a collective that will never come."""
+    job = turn.job
+    done = [worker for worker in job.done_members() if worker.id == job.members[0]]
+    limit = job.options.elastic_timeout
+    if done and job.ending is None and turn.clock - done[0].since > limit:
+        turn.end_generation(f"rank 0 has finished, others have not for {limit:.0f} s")
+
+
+def _spawn_due(turn: Turn) -> None:
+    for agent in list(turn.job.agents.values()):
+        if agent.worker is None and turn.clock >= agent.spawn_at:
+            turn.spawn(agent)
+
+
+def _watch(turn: Turn) -> None:
+    """Say who waits for whom when a change takes long."""
+    job = turn.job
+    if job.ending is None or turn.clock - job.watched < job.options.watch_after_s:
+        return
+    turn.set(watched=turn.clock)
+    late = [f"{w.id} ({w.where})" for w in job.live_members() if w.stage is not Stage.ASKING]
+    waiting = [w.id for w in job.live_members() if w.stage is Stage.ASKING]
+    whom = f"wait for {', '.join(late)}" if late else f"wait for more workers (need {job.options.min_num_proc})"
+    since = turn.clock - job.ending_since
+    message = f"{', '.join(waiting) or 'all'} {whom} for {since:.0f} s ({job.ending})"
+    turn.warn(f"generation {job.generation}", message)
