@@ -218,6 +218,7 @@ def test_parts_are_written_apart_and_loaded_together(store):
     store.verify(checkpoint)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(names, st.integers(0, 1000)), st.integers(1, 9))
 def test_shares_are_even_and_complete(sizes, parts):
     division = shares(sizes, parts)
