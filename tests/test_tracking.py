@@ -6,6 +6,7 @@ import http.client
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,6 +90,14 @@ def server(tmp_path_factory):
     out.kill()
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An empty SQLite store, to be copied: MLflow takes seconds to make one."""
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
 class Proxy:
     """Stands before the server and misbehaves as it is told, for requests whose path holds ``on``."""
 
@@ -165,6 +174,7 @@ def clean(monkeypatch, tmp_path):
         if name.startswith(("MLFLOW_", "DATABRICKS_")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlflow.tracking.fluent, "_active_experiment_id", None)
     before = mlflow.get_tracking_uri() if mlflow.tracking.is_tracking_uri_set() else None
     yield
     while mlflow.active_run() is not None:
@@ -423,8 +433,8 @@ def test_the_users_own_run_is_attached_to_and_not_ended(server, make):
         assert run_of(server.uri, theirs.info.run_id).data.params == {"a": "1"}
 
 
-def test_an_active_run_in_another_store_is_left_alone(server, make):
-    mlflow.set_tracking_uri(f"sqlite:///{Path.cwd() / 'other.db'}")
+def test_an_active_run_in_another_store_is_left_alone(server, make, database):
+    mlflow.set_tracking_uri(f"sqlite:///{database}")
     with mlflow.start_run():
         tracker = make(server.uri)
         run_id = tracker.start({}, {})
@@ -563,7 +573,8 @@ def test_the_spool_is_bounded_and_says_when_it_cuts(black_hole, make, tmp_path):
 # --- where and whether ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_configured_is_sqlite_here(make, tmp_path):
+def test_nothing_configured_is_sqlite_here(make, tmp_path, database):
+    shutil.copy(database, tmp_path)
     tracker = make(None, experiment=None)
     run_id = tracker.start({"a": 1}, {})
     tracker.finish("FINISHED", summary={}, artifacts={"x.jsonl": str(GOLDEN)})

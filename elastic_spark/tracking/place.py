@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import importlib.metadata
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -76,6 +81,20 @@ def artifacts_beside(uri: str) -> str | None:
     if not uri.startswith("sqlite:///") or uri == "sqlite:///:memory:":
         return None
     return (Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve().parent / "mlartifacts").as_uri()
+
+
+@contextlib.contextmanager
+def one_at_a_time(uri: str) -> Iterator[None]:
+    """For a SQLite ``uri``: among the processes of this machine. MLflow makes a fresh database's tables without a lock,
+    and two processes that do so at once leave a broken one."""
+    if not uri.startswith("sqlite:"):
+        yield
+        return
+    name = f"elastic_spark-{os.getuid()}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}.lock"
+    with open(Path(tempfile.gettempdir(), name), "a") as file:
+        with contextlib.suppress(OSError):  # no locks on this file system: then none
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def context_tags() -> dict[str, str]:

@@ -29,6 +29,7 @@ from elastic_spark.tracking.place import (
     active_run,
     artifacts_beside,
     context_tags,
+    one_at_a_time,
     resolve_experiment,
     resolve_uri,
     version,
@@ -72,7 +73,7 @@ class Store:
     Every request ends after ``limit_s`` seconds, and none is begun after ``deadline`` (of the monotonic clock).
     """
 
-    def __init__(self, meta: Mapping[str, Any], warn: Callable[[str], None], parent: str | None = None) -> None:
+    def __init__(self, meta: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.meta = dict(meta)
         self.uri: str = meta["uri"]
         self.remote = urlparse(self.uri).scheme in ("http", "https") or self.uri.startswith("databricks")
@@ -81,7 +82,6 @@ class Store:
         self.run_id: str | None = None
         self.experiment_id = ""
         self.newest_step = 0
-        self._parent = parent
         self._warn = warn
         self._bounded = Bounded()
         self._resumes = 0
@@ -96,7 +96,7 @@ class Store:
         if urlparse(self.uri).scheme not in ("http", "https"):
             return True
         try:
-            self._bounded(self._probe, 4.0)
+            self._bounded(self._probe, max(0.0, min(4.0, self.deadline - time.monotonic())))
         except Exception:
             return False
         return True
@@ -137,15 +137,15 @@ class Store:
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
-    def open(self, tags: Mapping[str, str]) -> str:
-        """Creates the run, or takes up ``meta["run_id"]`` again: RUNNING, with what it already holds.
+    def open(self, *, running: bool = True) -> str:
+        """Creates the run, or takes up ``meta["run_id"]`` again: as RUNNING, unless it is only to be completed.
 
         Raises:
             Away: the store does not answer.
             ConfigError: the store answers that this cannot be: no such run, a deleted experiment, no permission.
         """
         try:
-            self._ask(lambda: self._resume(tags) if self.meta.get("run_id") else self._create(tags))
+            self._ask(lambda: self._resume(running) if self.meta.get("run_id") else self._create())
         except Refused as error:
             raise ConfigError(
                 f"MLflow at {values.without_password(self.uri)} does not take this run: {error}. Likely a wrong "
@@ -164,21 +164,24 @@ class Store:
                 credentials(self.uri)
             except Exception as error:
                 raise Refused(f"no Databricks host and token for {self.uri!r}: {error}") from error
-        return MlflowClient(tracking_uri=self.uri)
+        with one_at_a_time(self.uri if self.run_id is None else ""):
+            return MlflowClient(tracking_uri=self.uri)
 
-    def _resume(self, tags: Mapping[str, str]) -> None:
+    def _resume(self, running: bool) -> None:
         client, run_id = self._client(), self.meta["run_id"]
         run = client.get_run(run_id)
         if run.info.lifecycle_stage == "deleted":
             raise Refused(f"run {run_id} is deleted; restore it, or leave run_id out")
         held = run.data.tags
-        self._resumes = int(held.get("elastic.resumes", "0")) + 1 if "elastic.job_id" in held else 0
-        client.update_run(run_id, status="RUNNING")
-        own = {"elastic.resumes": str(self._resumes)} if self._resumes else {}
-        self._tag_now(client, run_id, {**self._own_tags(), **own, **tags})
+        self._resumes = int(held.get("elastic.resumes", "0"))
+        if running:
+            self._resumes += "elastic.job_id" in held
+            client.update_run(run_id, status="RUNNING")
+            own = {"elastic.resumes": str(self._resumes)} if self._resumes else {}
+            self._tag_now(client, run_id, {**self._own_tags(), **own, **self.meta["tags"]})
         self._opened(run, int(held.get("elastic.step", "0")))
 
-    def _create(self, tags: Mapping[str, str]) -> None:
+    def _create(self) -> None:
         client = self._client()
         experiment = self._experiment(client)
         token = self.meta.setdefault("token", uuid.uuid4().hex)
@@ -186,9 +189,9 @@ class Store:
         if found:  # an earlier request had arrived after all
             self._opened(found[0], 0)
             return
-        own = {**context_tags(), **self._own_tags(), "elastic.token": token, **tags}
-        if self._parent:
-            own["mlflow.parentRunId"] = self._parent
+        own = {**context_tags(), **self._own_tags(), "elastic.token": token, **self.meta["tags"]}
+        if self.meta.get("parent"):
+            own["mlflow.parentRunId"] = self.meta["parent"]
         run = client.create_run(
             experiment,
             start_time=self.meta["started_at_ms"],

@@ -73,7 +73,7 @@ class Tracker:
         uri = resolve_uri(tracking_uri)
         parent = active_run(uri)
         self._foreign = parent is not None and parent[0] == run_id  # the user's own active run: never ended by us
-        self._meta: dict[str, Any] = {
+        meta: dict[str, Any] = {
             "uri": uri,
             "experiment": resolve_experiment(experiment, uri, parent[1] if parent else None),
             "run_name": run_name or job_name,
@@ -81,17 +81,18 @@ class Tracker:
             "job_id": job_id,
             "run_id": run_id,
             "started_at_ms": round(time.time() * 1000),
+            "parent": parent[0] if parent and not self._foreign else None,
+            "tags": {},
         }
         self._say = warn or _log.warning
         self._said: set[str] = set()
         self._dir = Path(spool_dir)
-        self._store = Store(self._meta, self._warn, parent[0] if parent and not self._foreign else None)
+        self._store = Store(meta, self._warn)
         self._spool = _open_spool(self._dir, run_id, spool_limit_bytes, self._warn)
         self._recorder = Recorder()
         self._events: deque[ev.Event] = deque()
         self._dropped = 0
         self._pending: list[Record] = []
-        self._tags: dict[str, str] = {}
         self._again = bool(self._spool)
         self._beat = 0.0
         self._away_since: float | None = None
@@ -127,7 +128,7 @@ class Tracker:
         Raises:
             ConfigError: MLflow answers, and says that this cannot be.
         """
-        self._tags = dict(tags)
+        self._store.meta["tags"] = dict(tags)
         short, long = values.params(params)
         texts: list[Record] = [{"kind": "text", "path": path, "text": text} for path, text in long.items()]
         self._pending += [{"kind": "params", "values": short}, *texts]
@@ -198,13 +199,13 @@ class Tracker:
         self._pending += records
         self._store.deadline = ending.deadline
         while True:
+            self._next_try = 0.0
             if self._deliver():
                 return True
             long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
-            if long_away or ending.deadline - time.monotonic() < 0.5:
+            if (long_away and not self._store.answers()) or ending.deadline - time.monotonic() < 0.5:
                 return True
             time.sleep(0.2)
-            self._next_try = 0.0
 
     def _collect(self) -> None:
         """Events to records."""
@@ -254,7 +255,7 @@ class Tracker:
             try:
                 if not self._store.answers():
                     raise Away("no answer")
-                self._store.open(self._tags)
+                self._store.open()
                 self._save_meta()
                 return True
             except Away as error:
@@ -324,12 +325,7 @@ class Tracker:
             )
 
     def _save_meta(self) -> None:
-        meta = {
-            **self._meta,
-            "run_id": self._store.run_id or self._meta["run_id"],
-            "token": self._store.meta.get("token"),
-        }
-        _write_private(self._dir / META, json.dumps(meta))
+        _write_private(self._dir / META, json.dumps(self._store.meta))
 
     def _warn(self, text: str) -> None:
         if text not in self._said and len(self._said) < 200:
@@ -354,8 +350,11 @@ def replay(spool_dir: str, *, tracking_uri: str | None = None, timeout_s: float 
         meta["uri"] = tracking_uri
     store, spool = Store(meta, _log.warning), Spool(folder / SPOOL)
     while True:
+        if not spool:
+            return str(store.meta.get("run_id") or "")
         try:
-            store.open({})
+            store.open(running=False)
+            _write_private(folder / META, json.dumps(store.meta))
             while spool:
                 read = spool.read(MOST_RECORDS)
                 done = store.send([record for record, _ in read], again=True)
@@ -363,7 +362,6 @@ def replay(spool_dir: str, *, tracking_uri: str | None = None, timeout_s: float 
                     spool.delivered(read[done - 1][1])
                 if done < len(read):
                     raise Away(store.why)
-            return store.run_id or ""
         except Away as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"MLflow at {values.without_password(store.uri)} is away: {error}") from error
