@@ -387,9 +387,9 @@ def test_break_mesh_takes_the_named_connections_and_no_other():
     datagram.connect(mesh.getsockname())
     local = socket.socketpair()
     named = [mesh.getsockname(), v6.getsockname()[:2], idle.getsockname()]
-    started = time.perf_counter()
+    started = time.thread_time()
     assert break_mesh(named) == 2 * 20 + 2
-    seconds = time.perf_counter() - started
+    seconds = time.thread_time() - started  # of processor: the machine may be busy
     assert break_mesh([]) == 0
     for ends in (*accepting, six):
         assert [end.recv(1) for end in ends] == [b"", b""]
@@ -405,7 +405,7 @@ def test_break_mesh_takes_the_named_connections_and_no_other():
     for open_socket in (*listeners, v6, datagram):
         open_socket.close()
     print(f"break_mesh with 100 connections: {seconds * 1000:.1f} ms")
-    assert seconds < 0.25  # 2 ms on an idle machine
+    assert seconds < 0.05
 
 
 def test_break_mesh_amid_threads_that_open_and_close():
