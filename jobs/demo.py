@@ -132,9 +132,9 @@ def watch(
             log.killed_at = time.time()
             victim = cluster.kill_executor(killed)
             say(f"kill -9 {victim.pid}: executor {killed}, hosting rank {options.kill_rank}, in mid-epoch 2")
-        if time.monotonic() - shown_at >= 2.0:
+        if time.monotonic() - shown_at >= (0.5 if sys.stdout.isatty() else 5.0):
             shown_at = time.monotonic()
-            say(progress(log, options.epochs))
+            say(progress(log, options.epochs), passing=True)
         time.sleep(0.1)
     log.poll()
     if job.poll() is None:
@@ -169,9 +169,10 @@ def report(log: EventLog, tracking_uri: str) -> None:
         at, size = figures["world_sizes"][0]
         print(f"  {at - log.started_at:6.1f} s  {size} workers  start")
     for change in figures["changes"]:
+        seconds, size = change["at"] - log.started_at, change["to_size"]
+        cause = change["cause"] if change["lost"] or not change["joined"] else f"{', '.join(change['joined'])} joined"
         pause = "no step after it" if change["pause_s"] is None else f"pause {change['pause_s']:.2f} s"
-        size = change["to_size"]
-        print(f"  {change['at'] - log.started_at:6.1f} s  {size} workers  {change['cause']}  ({pause})")
+        print(f"  {seconds:6.1f} s  {size} workers  {cause}; {pause}")
     print(
         f"rows            {figures['rows_once']:,} trained once, {figures['rows_twice']:,} twice, "
         f"{figures['rows_never']:,} never\n"
@@ -223,8 +224,12 @@ def shown(path: str | Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - STARTED:5.1f} s] {text}", flush=True)
+def say(text: str, passing: bool = False) -> None:
+    """One line with the time; on a terminal a ``passing`` one is overwritten by the next."""
+    line = f"[{time.monotonic() - STARTED:5.1f} s] {text}"
+    if sys.stdout.isatty():
+        line = f"\r\x1b[K{line}"
+    print(line, end="" if passing and sys.stdout.isatty() else "\n", flush=True)
 
 
 STARTED = time.monotonic()

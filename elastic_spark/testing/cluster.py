@@ -188,6 +188,7 @@ class StandaloneCluster:
         workers, cores, _, executor_memory = self._sizes
         return {
             "spark.master": self._master_url,
+            "spark.log.level": "WARN",
             "spark.ui.enabled": "false",
             "spark.ui.showConsoleProgress": "false",
             "spark.driver.host": HOST,
