@@ -209,6 +209,7 @@ class _Run:
             figures = summary.result()
             if tracker is not None:
                 tracker.finish(status, summary=figures, artifacts=self._artifacts(path))
+                self.run_id = tracker.run_id
         _raise_if_failed(ended)
         values = [cloudpickle.loads(blob) if blob is not None else None for blob in blobs]
         return Result(values, self.run_id, str(path), figures)

@@ -339,13 +339,10 @@ class Controller:
         task.add_done_callback(self._commits.discard)
 
     async def _commit(self, store: CheckpointStore, part: WrittenPart, fields: Mapping[str, Any], s: float) -> None:
-        def work() -> Checkpoint:
-            done = store.commit(part.step, part.token, [part], fields=fields)
-            store.prune(self._keep, job_id=self._job_id)
-            return done
-
         try:
-            done = await self._loop.run_in_executor(self._checkpointing, work)
+            done = await self._loop.run_in_executor(
+                self._checkpointing, lambda: store.commit(part.step, part.token, [part], fields=fields)
+            )
         except Exception as error:  # storage: training goes on, and the log says so
             self._journal.append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
             return
@@ -361,6 +358,10 @@ class Controller:
                 world_size=int(fields["world_size"]),
             )
         )
+        try:
+            await self._loop.run_in_executor(self._checkpointing, lambda: store.prune(self._keep, job_id=self._job_id))
+        except Exception as error:
+            self._journal.append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
 
     async def _newest_checkpoint(self) -> Checkpoint | None:
         store = self._store

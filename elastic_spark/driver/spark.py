@@ -42,6 +42,8 @@ def active_session() -> SparkSession:
         EnvironmentUnfit: there is none, or it is one of Spark Connect, which has no SparkContext.
     """
     session = SparkSession.getActiveSession()
+    if session is None and SparkContext._active_spark_context is not None:
+        session = SparkSession.builder.getOrCreate()  # "active" is a matter of the thread: this one did not make it
     if session is None:
         raise EnvironmentUnfit(
             "no active SparkSession: create one first, for example SparkSession.builder.getOrCreate(), "

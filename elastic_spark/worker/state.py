@@ -219,7 +219,7 @@ class ElasticState(State):  # type: ignore[misc]
         for item in self._objects.values():
             if isinstance(item, torch.optim.Optimizer):
                 collective.reset_optimizer_handles(item)
-                item.zero_grad(set_to_none=True)
+                _drop_gradients(item)
         if self._optimizer_steps and self._snapshot is not None:
             _, body, tensors = self._snapshot
             self.put_back(body, tensors)
@@ -302,6 +302,13 @@ class ElasticState(State):  # type: ignore[misc]
     def drew(self, dataset: str, epoch: int, offset: int, rows: int) -> None:
         """A batch was handed to the loop: the next commit counts it as consumed."""
         self._drawn.setdefault(dataset, []).append((epoch, offset, rows))
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """What a step that did not end had gathered. (Horovod's own ``zero_grad`` refuses after a failed collective.)"""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _has_state(item: Any) -> bool:

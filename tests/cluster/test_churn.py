@@ -1,0 +1,121 @@
+"""Executors and workers come and go while the counting model trains: every row once, equal parameters, no orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from elastic_spark.core import events as ev
+
+from .conftest import Job
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_executor_is_killed_and_a_new_one_joins(job: Job, rank: int) -> None:
+    job.count(epochs=8)
+    world = job.wait_world(3)
+    job.kill_executor(world[rank])
+    survivors = job.wait_world(2)
+    assert set(survivors) < set(world)
+    joined = job.wait_world(3)
+    assert set(survivors) < set(joined)
+    result = job.done()
+    job.assert_counted(result, epochs=8)
+    assert result.summary["steps_lost"] == 0
+    assert result.summary["resumed_from"] is None
+    assert [c["to_size"] for c in result.summary["changes"]][:2] == [2, 3]
+    job.assert_no_orphans()
+
+
+def test_a_worker_process_is_killed(job: Job) -> None:
+    job.count(epochs=6)
+    world = job.wait_world(3)
+    job.kill_worker(world[2])
+    job.wait_world(2)
+    job.wait_world(3)
+    result = job.done()
+    job.assert_counted(result, epochs=6)
+    lost = job.events(ev.WorkerLost)
+    assert [(e.worker, e.cause, e.exit_code) for e in lost] == [(world[2], "process died", -signal.SIGKILL)]
+    assert result.summary["steps_lost"] == 0
+
+
+def test_all_executors_die_and_come_back(job: Job) -> None:
+    job.count(epochs=8, rpo_target_s=1.0, ckpt_budget=1.0)
+    world = job.wait_world(3)
+    job.wait(lambda: job.events(ev.CheckpointWritten), 30.0, "a checkpoint")
+    for worker in world:
+        job.kill_executor(worker)
+    job.wait(lambda: any(e.restored_from for e in job.events(ev.GenerationFormed)), 60.0, "a restored world")
+    result = job.done()
+    job.assert_counted(result, epochs=8)
+    restored = next(e for e in job.events(ev.GenerationFormed) if e.restored_from)
+    written = [e for e in job.events(ev.CheckpointWritten) if e.at < restored.at]
+    assert (restored.restored_from, restored.step) == (written[-1].uri, written[-1].step)
+    job.assert_no_orphans()
+
+
+def test_twelve_kills_in_a_row_with_default_settings(job: Job) -> None:
+    """Spark gives a task four tries by default; no try of ours counts towards a stage that could fail."""
+    job.count(epochs=24)
+    for kill in range(12):
+        world = job.wait(lambda: job.world() if len(job.world()) >= 2 else (), 60.0, "a world of two")
+        victim = world[kill % len(world)]
+        if kill % 4 == 3:
+            job.kill_executor(victim)
+        else:
+            job.kill_worker(victim)
+        job.wait(lambda victim=victim: victim in {e.worker for e in job.events(ev.WorkerLost)}, 20.0, "its loss")
+    result = job.done(limit_s=100.0)
+    job.assert_counted(result, epochs=24)
+    assert len(job.events(ev.WorkerLost)) >= 12
+    job.assert_no_orphans()
+
+
+def test_exit_code_zero_without_returning_is_a_lost_worker(job: Job) -> None:
+    flag = str(job.folder / "left")
+
+    def leave_once(state: object) -> None:
+        import horovod.torch as hvd
+
+        if state.step == 60 and hvd.rank() == 1 and not os.path.exists(flag):  # type: ignore[attr-defined]
+            open(flag, "w").close()
+            os._exit(0)
+
+    job.count(epochs=4, on_step=leave_once)
+    job.wait(lambda: job.events(ev.WorkerLost), 60.0, "the loss")
+    result = job.done()
+    assert job.events(ev.WorkerLost)[0].cause == "exited without returning"
+    job.assert_counted(result, epochs=4)
+
+
+def test_a_frozen_worker_is_found_and_killed(job: Job) -> None:
+    job.count(epochs=8)
+    world = job.wait_world(3)
+    pid = job.spawned(world[1]).pid
+    job.cluster.freeze(pid)
+    job.wait_world(2, limit_s=20.0)
+    job.cluster.wait_for(lambda: not os.path.exists(f"/proc/{pid}"), 10.0, "the frozen process to be killed")
+    result = job.done()
+    job.assert_counted(result, epochs=8)
+    assert job.events(ev.WorkerLost)[0].cause == "frozen"
+    assert result.summary["steps_lost"] == 0
+
+
+def test_a_decommissioned_executor_leaves_without_a_lost_step(job: Job) -> None:
+    job.count(epochs=10)
+    world = job.wait_world(3)
+    executor = job.spawned(world[1]).executor
+    node = next(e.worker for e in job.cluster.executors() if e.id == executor)
+    assert node is not None
+    job.cluster.decommission(next(w for w in job.cluster.workers if w.name == node))
+    job.wait(lambda: [e for e in job.events(ev.WorkerLeft) if e.reason == "draining"], 30.0, "the drain")
+    job.wait_world(2)
+    job.cluster.add_worker()
+    job.wait_world(3)
+    result = job.done()
+    job.assert_counted(result, epochs=10)
+    assert job.events(ev.WorkerLost) == []
+    assert result.summary["steps_lost"] == 0

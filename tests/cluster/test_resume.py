@@ -1,0 +1,149 @@
+"""The driver dies, or is told to go; a second submit goes on in the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from elastic_spark.core import events as ev
+from elastic_spark.testing import StandaloneCluster
+from elastic_spark.testing.counting import assert_agree, assert_exact, read_steps
+
+SCRIPT = Path(__file__).parent / "counting_job.py"
+ROWS, EPOCHS = 1200, 6
+
+
+class Submitted:
+    """A driver of its own, by spark-submit."""
+
+    def __init__(self, cluster: StandaloneCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.events_path = folder / "runs" / "job" / "events.jsonl"
+        self.process: subprocess.Popen[Any] | None = None
+        (folder / "steps").mkdir()
+        (folder / "slow").touch()
+
+    def submit(self) -> None:
+        self.process = self.cluster.spark_submit(
+            SCRIPT, str(self.folder), str(ROWS), str(EPOCHS), conf={"spark.cores.max": "2"}
+        )
+
+    def events(self, *kinds: type[ev.Event]) -> list[Any]:
+        if not self.events_path.exists():
+            return []
+        with self.events_path.open(encoding="utf-8") as lines:
+            return [event for event in ev.read_log(lines) if isinstance(event, kinds)]
+
+    def wait_checkpoint(self, after: int = 0) -> None:
+        def there() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, "the driver ended"
+            return len(self.events(ev.CheckpointWritten)) > after
+
+        self.cluster.wait_for(there, 80.0, "a checkpoint")
+
+    def driver_pid(self) -> int:
+        """The Python driver: the child of spark-submit's JVM that runs the script."""
+        for process in self.cluster.processes():
+            if str(SCRIPT) in process.command and "python" in process.command.split()[0]:
+                return process.pid
+        raise AssertionError("no driver")
+
+    def worker_pids(self) -> set[int]:
+        return {event.pid for event in self.events(ev.WorkerSpawned)}
+
+    def assert_gone(self, pids: set[int]) -> None:
+        self.cluster.wait_for(lambda: not [p for p in pids if os.path.exists(f"/proc/{p}")], 10.0, "the workers to end")
+
+    def run(self) -> Any:
+        client = MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
+        experiment = client.get_experiment_by_name("counting")
+        assert experiment is not None
+        runs = client.search_runs([experiment.experiment_id])
+        assert len(runs) == 1
+        return runs[0]
+
+
+@pytest.fixture(scope="module")
+def own_cluster() -> Iterator[StandaloneCluster]:
+    """Without a session that holds its cores: each submit brings an application of its own."""
+    with StandaloneCluster(workers=2) as running:
+        yield running
+
+
+@pytest.fixture
+def submitted(own_cluster: StandaloneCluster, tmp_path: Path) -> Iterator[Submitted]:
+    job = Submitted(own_cluster, tmp_path)
+    yield job
+    if job.process is not None and job.process.poll() is None:
+        job.process.kill()
+        job.process.wait()
+
+
+def test_a_killed_driver_is_resumed_by_the_second_submit(submitted: Submitted) -> None:
+    submitted.submit()
+    submitted.wait_checkpoint()
+    workers, driver = submitted.worker_pids(), submitted.driver_pid()
+    os.kill(driver, signal.SIGKILL)
+    submitted.assert_gone(workers)
+    run = submitted.run()
+    assert run.info.status == "RUNNING"
+    assert submitted.process is not None
+    submitted.process.wait(timeout=30)
+
+    (submitted.folder / "slow").unlink()
+    submitted.submit()
+    assert submitted.process.wait(timeout=110) == 0
+    story = json.loads((submitted.folder / "result.json").read_text())
+    assert_exact(story["w"], EPOCHS)
+    assert_agree(read_steps(submitted.folder / "steps"))
+    assert story["run_id"] == run.info.run_id == submitted.run().info.run_id
+    assert submitted.run().info.status == "FINISHED"
+    summary = story["summary"]
+    assert summary["resumed_from"] in {event.uri for event in submitted.events(ev.CheckpointWritten)}
+    assert (summary["rows_once"], summary["rows_twice"], summary["rows_never"]) == (ROWS * EPOCHS, 0, 0)
+
+
+def test_a_terminated_driver_is_killed_and_leaves_nothing(submitted: Submitted) -> None:
+    submitted.submit()
+    submitted.wait_checkpoint()
+    workers = submitted.worker_pids()
+    os.kill(submitted.driver_pid(), signal.SIGTERM)
+    submitted.assert_gone(workers)
+    assert submitted.process is not None
+    assert submitted.process.wait(timeout=60) != 0
+    assert submitted.run().info.status == "KILLED"
+    assert submitted.events(ev.JobFinished)[-1].status == "KILLED"
+
+
+def test_a_corrupt_newest_checkpoint_is_passed_over_with_the_reason(submitted: Submitted) -> None:
+    submitted.submit()
+    submitted.wait_checkpoint(after=1)
+    driver = submitted.driver_pid()
+    os.kill(driver, signal.SIGSTOP)  # so that the newest checkpoint stays the newest
+    newest, before = submitted.events(ev.CheckpointWritten)[-1], submitted.events(ev.CheckpointWritten)[-2]
+    state = Path(newest.uri) / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+    os.kill(driver, signal.SIGKILL)
+    assert submitted.process is not None
+    submitted.process.wait(timeout=30)
+
+    (submitted.folder / "slow").unlink()
+    submitted.submit()
+    assert submitted.process.wait(timeout=110) == 0
+    rejected = submitted.events(ev.CheckpointRejected)
+    assert [event.uri for event in rejected] == [newest.uri]
+    assert "state.safetensors" in rejected[0].reason
+    story = json.loads((submitted.folder / "result.json").read_text())
+    assert story["summary"]["resumed_from"] == before.uri
+    assert_exact(story["w"], EPOCHS)
