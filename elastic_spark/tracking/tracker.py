@@ -215,7 +215,7 @@ class Tracker:
                 self._spool_pending()
         self._pending += self._recorder.tick(time.time())
         if self._dropped:
-            self._warn(f"{self._dropped} events came faster than they could be taken in and are not tracked")
+            self._warn("events come faster than they can be taken in: the oldest of them are not tracked")
 
     def _deliver(self) -> bool:
         """Sends what waits, oldest first; True when nothing waits any more. While the store is away it goes to disk."""
