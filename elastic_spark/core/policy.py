@@ -2,8 +2,8 @@
 
 A machine is remembered by its real host name with a score that every failure raises by one and that halves every
 `HALF_LIFE_S`. From `SUSPECT_SCORE` on its newcomers wait, the longer the higher the score, never for ever, and only
-where another machine does better: on a cluster of one machine, or when all machines fail alike, the machine is not the
-cause.
+where another machine does better by more than chance: on a cluster of one machine, or when all machines fail alike, the
+machine is not the cause.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Protocol
 
 HALF_LIFE_S = 300.0
 SUSPECT_SCORE = 2.5
+#: A machine is suspect only where another one's score is lower by at least this.
+MARGIN = 1.5
 FIRST_WAIT_S = 10.0
 LONGEST_WAIT_S = 600.0
 
@@ -42,7 +44,7 @@ class Probation:
     def is_on(self, host: str, hosts: Collection[str], now: float) -> bool:
         """Whether newcomers of ``host`` wait, given all the ``hosts`` that serve the job."""
         others = [self.score(other, now) for other in hosts if other != host]
-        if not others or min(others) + 1.0 > self.score(host, now):
+        if not others or min(others) + MARGIN > self.score(host, now):
             return False
         _, at = self.scores.get(host, (0.0, now))
         return now - at < self.wait_s(host, now)

@@ -142,8 +142,8 @@ def _consider_start(turn: Turn) -> None:
     if job.generation == 0:
         option, limit, since = "start_timeout", options.start_timeout, job.started
     late = turn.clock - since > limit
-    warming = [worker for worker in job.workers.values() if worker.stage is Stage.WARMING]
-    coming = any(job.agents[worker.agent].failures <= 1 for worker in warming)
+    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
+    coming = any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
     settled = not coming and turn.clock - job.arrived >= options.settle_s
     if plan.size >= options.num_proc or (plan.size >= options.min_num_proc and (settled or late)):
         _form(turn, plan)
@@ -193,6 +193,7 @@ def _form(turn: Turn, plan: Plan) -> None:
         perished=(),
         ran_at=None,
         saved=False,
+        notified=float("-inf"),
         formed_step=held,
     )
 
