@@ -17,13 +17,15 @@ import argparse
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from elastic_spark.errors import EnvironmentUnfit
@@ -33,6 +35,7 @@ HOROVOD_VERSION = "0.28.1"
 BUILD_COMMAND = "python -m elastic_spark.build_horovod"
 # Horovod's setup.py imports pkg_resources, which setuptools 81 dropped. These go into a scratch folder for the build.
 BUILD_REQUIREMENTS = ("setuptools<81", "wheel", "packaging", "cffi")
+PROGRESS_S = 20.0
 RUN_REQUIREMENTS = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml")
 
 PROBE = """
@@ -107,7 +110,7 @@ def build_wheel(target: Path, edits: Sequence[Edit], log: Path) -> Path:
         root = scratch / f"horovod-{HOROVOD_VERSION}"
         apply_edits(root, edits)
         out = scratch / "wheel"
-        _pip(["wheel", "--no-build-isolation", "--no-deps", "-w", str(out), str(root)], log, environment)
+        _pip(["wheel", "-v", "--no-build-isolation", "--no-deps", "-w", str(out), str(root)], log, environment)
         (built,) = out.glob("horovod-*.whl")
         target.mkdir(parents=True, exist_ok=True)
         partial = target / f".{built.name}.{os.getpid()}"
@@ -124,17 +127,17 @@ def ensure_horovod(*, stock: bool = False, rebuild: bool = False) -> str:
     except importlib.metadata.PackageNotFoundError:
         raise EnvironmentUnfit("Horovod is built against torch, and none is installed: pip install torch") from None
     folder = cache_root() / build_key(torch_version, edits)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build.log"
     wheel = next(folder.glob("horovod-*.whl"), None)
     if wheel is None or rebuild:
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "build.log"
         log.write_text("")
         print(f"building Horovod {HOROVOD_VERSION} against torch {torch_version} (minutes; log: {log})", flush=True)
         wheel = build_wheel(folder, edits, log)
     else:
         print(f"using {wheel}", flush=True)
-    _pip(["install", "-q", *RUN_REQUIREMENTS], None)
-    _pip(["install", "-q", "--force-reinstall", "--no-deps", str(wheel)], None)
+    _pip(["install", "-q", *RUN_REQUIREMENTS], log)
+    _pip(["install", "-q", "--force-reinstall", "--no-deps", str(wheel)], log)
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
     if probe.returncode != 0:
         raise EnvironmentUnfit(f"the installed Horovod cannot be imported with torch:\n{probe.stderr[-2000:]}")
@@ -153,25 +156,37 @@ def _require_tools(extra_path: str = str(Path(sys.executable).parent)) -> None:
         )
 
 
-def _pip(arguments: Sequence[str], log: Path | None, environment: dict[str, str] | None = None) -> None:
-    """Run pip of this interpreter with the user's own pip configuration."""
+def _pip(arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    """Run pip of this interpreter, with the user's own pip configuration; output goes to ``log``.
+
+    While it runs, the share that the compiler reports is printed from time to time.
+    """
     command = [sys.executable, "-m", "pip", *arguments]
     scripts = str(Path(sys.executable).parent)  # a cmake from PyPI lies there
     path = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PATH": path, **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if log is not None:
-        with log.open("a") as out:
-            out.write(f"$ {' '.join(command)}\n{done.stdout}\n")
-    if done.returncode != 0:
-        where = f" (whole log: {log})" if log is not None else ""
-        raise EnvironmentUnfit(f"pip {arguments[0]} failed{where}:\n{done.stdout[-3000:]}")
+    started = time.monotonic()
+    with log.open("a", encoding="utf-8", errors="replace") as out:
+        print(f"$ {' '.join(command)}", file=out, flush=True)
+        process = subprocess.Popen(
+            command, env={**os.environ, "PATH": path, **(environment or {})}, stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=PROGRESS_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    shares = re.findall(r"^ *\[ *(\d+)%\]", log.read_text("utf-8", "replace"), re.MULTILINE)
+                    share = f"{shares[-1]} %, " if shares else ""
+                    print(f"  {share}{time.monotonic() - started:.0f} s", flush=True)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code != 0:
+        raise EnvironmentUnfit(
+            f"pip {arguments[0]} failed (whole log: {log}):\n{log.read_text('utf-8', 'replace')[-3000:]}"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,20 +1,24 @@
 """The command ``elastic-spark``.
 
 Each command only reads its arguments, calls one function of the package and prints. Modules are imported inside the
-commands, so that ``hosts``, which Horovod runs every second, starts fast. A command ends with exit code 0, with 1 and
-one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage.
+commands, so that ``hosts``, which Horovod may run every second, starts fast. A command ends with exit code 0, with 1
+and one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import sys
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from elastic_spark.config import JobConfig
 from elastic_spark.errors import ElasticSparkError
 
 
@@ -78,6 +82,86 @@ def hosts(members_path: Path | None, script: Path | None) -> None:
         write_script(script, members_path)
         return
     click.echo(host_lines(members_path, lambda warning: click.echo(f"warning: {warning}", err=True)), nl=False)
+
+
+def _config_options(command: Callable[..., None]) -> Callable[..., None]:
+    """One flag for each field of `JobConfig`: names, types and help have one source."""
+    hints = typing.get_type_hints(JobConfig)
+    told: dict[str, str] = {}
+    for names, words in re.findall(r"^ {8}([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {12}.+)*)", JobConfig.__doc__ or "", re.M):
+        told |= dict.fromkeys(names.split(", "), " ".join(words.split()))
+    for item in reversed(dataclasses.fields(JobConfig)):
+        kinds = [kind for kind in typing.get_args(hints[item.name]) if kind is not type(None)] or [hints[item.name]]
+        flag, kind = "--" + item.name.replace("_", "-"), kinds[0]
+        if kind is bool:
+            option = click.option(f"{flag}/--no-{flag[2:]}", default=None, help=told.get(item.name))
+        elif kind in (int, float, str):
+            option = click.option(flag, type=kind, help=told.get(item.name))
+        else:  # nics: names; env: NAME=VALUE
+            metavar = "NAME=VALUE" if item.name == "env" else "NAME"
+            option = click.option(flag, multiple=True, metavar=metavar, help=told.get(item.name))
+        command = option(command)
+    return command
+
+
+def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    for text in given:
+        if "=" not in text:
+            raise click.UsageError(f"{option} {text!r}: expected NAME=VALUE")
+    return {text.partition("=")[0]: text.partition("=")[2] for text in given}
+
+
+@main.command()
+@click.argument("function", metavar="FILE.py:FUNCTION")
+@click.option("--master", help="Spark master; default: what spark-submit or the Spark configuration says.")
+@click.option("--data", multiple=True, metavar="NAME=URI", help="A data set as Parquet. May be repeated.")
+@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Options as YAML.")
+@_config_options
+def run(function: str, master: str | None, data: Sequence[str], config_file: str | None, **options: Any) -> None:
+    """Train FUNCTION of FILE.py as an elastic job. Flags are the options of JobConfig; they win over the YAML file."""
+    path, colon, name = function.rpartition(":")
+    if not colon or not Path(path).is_file():
+        raise click.UsageError(f"{function!r}: expected an existing FILE.py, a colon and the name of a function in it")
+    options["nics"] = options["nics"] or None
+    options["env"] = _pairs("--env", options["env"]) or None
+    JobConfig.resolve(config_file, **options)  # a wrong option is told before Spark starts
+    data_sets = _pairs("--data", data)
+    trained = _load_function(Path(path), name)
+    if (master or "").startswith("local"):  # else Spark takes the first python3 on the PATH
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+    from pyspark.sql import SparkSession
+
+    import elastic_spark
+
+    builder = SparkSession.builder.appName(f"elastic_spark {name}")
+    session = (builder.master(master) if master else builder).getOrCreate()
+    try:
+        result = elastic_spark.run(trained, data=data_sets or None, config=config_file, **options)
+    finally:
+        session.stop()
+    for rank, value in enumerate(result):
+        click.echo(f"rank {rank}: {value!r}")
+    click.echo(f"run {result.run_id or 'not tracked'}, events {result.events_path}")
+
+
+def _load_function(path: Path, name: str) -> Callable[..., Any]:
+    """The function, to be pickled by value: executors have no copy of the file."""
+    import importlib.util
+
+    import cloudpickle
+
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise click.UsageError(f"{path} has no function {name!r}")
+    return typing.cast("Callable[..., Any]", found)
 
 
 @main.command()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC_NAMES = ["ElasticState", "JobConfig", "LaneSampler", "Result", "freeze", "run"]
 
-COMMANDS = ["build-horovod", "checkpoints", "doctor", "hosts", "report"]
+COMMANDS = ["build-horovod", "checkpoints", "doctor", "hosts", "report", "run"]
 
 
 def tracked_files() -> list[Path]:

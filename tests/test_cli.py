@@ -1,0 +1,78 @@
+"""The command line: ``elastic-spark run`` for real on local cores, and what it refuses before Spark starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from elastic_spark.cli import main
+from elastic_spark.config import JobConfig
+
+TRAIN = """
+    import horovod.torch as hvd
+    import torch
+
+    ADDED = 40
+
+    def train():
+        hvd.init()
+        return ADDED + float(hvd.allreduce(torch.ones(1), op=hvd.Sum)[0])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "my_training.py"
+    path.write_text(textwrap.dedent(TRAIN))
+    return path
+
+
+def test_run_trains_a_function_of_a_file(script: Path) -> None:
+    """Executors have no copy of the file: the function and what it uses travel by value."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYSPARK_PYTHON"}
+    options = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
+    environment["PYSPARK_SUBMIT_ARGS"] = " ".join(f"--conf {option}" for option in options) + " pyspark-shell"
+    command = [
+        sys.executable, "-m", "elastic_spark.cli", "run", f"{script}:train", "--master", "local[2]",
+        "--num-proc", "2", "--no-tracking", "--work-dir", str(script.parent / "work"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=115, env=environment, cwd=script.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rank 0: 42.0\nrank 1: 42.0\n" in done.stdout
+    assert "events.jsonl" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nowhere.py:train"], 2, "expected an existing FILE.py"),
+        (["SCRIPT"], 2, "expected an existing FILE.py"),
+        (["SCRIPT:other"], 2, "has no function 'other'"),
+        (["SCRIPT:train", "--num-proc", "0"], 1, "num_proc=0"),
+        (
+            ["SCRIPT:train", "--min-num-proc", "3", "--max-num-proc", "2"],
+            1,
+            "min_num_proc=3 is more than max_num_proc=2",
+        ),
+        (["SCRIPT:train", "--env", "NAME"], 2, "expected NAME=VALUE"),
+        (["SCRIPT:train", "--data", "x"], 2, "expected NAME=VALUE"),
+        (["SCRIPT:train", "--nonsense"], 2, "No such option"),
+    ],
+)
+def test_wrong_usage_is_told_before_spark_starts(script: Path, arguments: list[str], code: int, said: str) -> None:
+    given = [argument.replace("SCRIPT", str(script)) for argument in arguments]
+    cli = CliRunner().invoke(main, ["run", *given])
+    assert cli.exit_code == code
+    assert said in " ".join(cli.stderr.split())
+
+
+def test_every_option_has_a_flag() -> None:
+    flags = {parameter.name for parameter in main.commands["run"].params}
+    assert {item.name for item in dataclasses.fields(JobConfig)} <= flags
