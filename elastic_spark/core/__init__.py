@@ -1,1 +1,1 @@
-"""The pure heart: decisions, data order, figures. Standard library and numpy only; no clock, file, network or environment."""
+"""The pure heart: decisions, data order, figures. Standard library and numpy; no clock, file, network, environment."""

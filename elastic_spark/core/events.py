@@ -194,7 +194,7 @@ class StepsCommitted(Event):
     ``times[i]`` is the unix time of the commit of step ``first_step + i``; ``cursors[dataset] = (epoch, first_offset)``
     says that it consumed global batch ``first_offset + i`` of that epoch (one event never spans two epochs).
     ``rows`` is the number of rows that the workers report to have trained in these steps, over all ranks whose
-    reports came in.
+    reports came in; ``missing`` ranks were lost before theirs did.
     """
 
     generation: int
@@ -202,6 +202,7 @@ class StepsCommitted(Event):
     times: tuple[float, ...]
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rows: int = 0
+    missing: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,7 @@ class Ledger:
             times=tuple(min(item.at for item in reports.values()) for _, reports in run),
             cursors=_cursors(first_reports),
             rows=sum(item.rows for _, reports in run for item in reports.values()),
+            missing=len(self._members) - len(first_reports),
         )
 
 
@@ -104,9 +105,14 @@ def _cursors(reports: Mapping[str, Report]) -> Mapping[str, tuple[int, int]]:
 
 
 def _continues(before: Mapping[str, Report], after: Mapping[str, Report]) -> bool:
-    """Whether the second step consumed, in every data set, the global batch after the first one's."""
+    """Whether the second step consumed, in every data set, the global batch after the first one's, and as many ranks
+    reported it."""
     old, new = _cursors(before), _cursors(after)
-    return old.keys() == new.keys() and all(new[name] == (epoch, offset + 1) for name, (epoch, offset) in old.items())
+    return (
+        len(before) == len(after)
+        and old.keys() == new.keys()
+        and all(new[name] == (epoch, offset + 1) for name, (epoch, offset) in old.items())
+    )
 
 
 def _means(reports: Mapping[str, Report]) -> dict[str, float]:

@@ -312,8 +312,9 @@ class Summary:
             expected = sum(
                 expected_rows(self._frozen[d], first + i) for d, (_, first) in event.cursors.items() for i in steps
             )
-            self._rows_unreported += max(0, expected - event.rows) if event.cursors else 0
-            self._rows_unexplained += abs(expected - event.rows) if event.cursors else 0
+            unreported = max(0, expected - event.rows) if event.cursors and event.missing else 0
+            self._rows_unreported += unreported
+            self._rows_unexplained += abs(expected - event.rows - unreported) if event.cursors else 0
 
     def result(self) -> dict[str, Any]:
         """The figures, in plain JSON types. Beside those defined in this module's functions:
@@ -322,8 +323,8 @@ class Summary:
         * ``world_sizes`` as ``(at, size)``; ``losses``: workers lost, by cause
         * ``changes``: with ``pause_s``, ``form_s`` (formed to running), ``rto_s`` and ``rto_absolute_s``
         * ``steps_lost``, ``rows_lost``, ``seconds_lost``: the RPO, summed over roll-backs
-        * ``rows_reported``: what workers said; ``rows_unexplained``: sum over events of |reported - rows by plan|;
-          ``rows_unreported``: the part of it where they said less, for example because one died before its report
+        * ``rows_reported``: what workers said; ``rows_unreported``: rows by plan of which nobody spoke because a rank
+          died before its report; ``rows_unexplained``: any other |reported - rows by plan|, summed over events
         """
         times = sorted(self._times)
         changes = self._changes_with_times(times)

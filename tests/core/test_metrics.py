@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -249,8 +250,15 @@ def test_steps_that_no_report_told_of_count_as_lost_too():
 def test_reported_rows_are_cross_checked():
     log = [started(), frozen(), steps(1, 1, [1.0], rows=7), steps(1, 2, [2.0], rows=12), steps(1, 3, [3.0])]
     out = summarise(log)
-    assert (out["rows_unexplained"], out["rows_unreported"], out["rows_reported"]) == (5, 3, 29)
+    assert (out["rows_unexplained"], out["rows_unreported"], out["rows_reported"]) == (5, 0, 29)
     assert out["rows_once"] == 30  # the audit itself does not believe the reports
+
+
+def test_reports_that_died_with_their_ranks_are_told_apart():
+    incomplete = dataclasses.replace(steps(1, 1, [1.0], rows=7), missing=1)
+    too_many = dataclasses.replace(steps(1, 2, [2.0], rows=11), missing=1)
+    out = summarise([started(), frozen(), incomplete, too_many])
+    assert (out["rows_unexplained"], out["rows_unreported"], out["rows_reported"]) == (1, 3, 18)
 
 
 def test_stock_functions_and_unknown_data_sets_have_no_audit():
