@@ -10,6 +10,7 @@ Nothing here reads the environment: what a job does is what its resolved configu
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -125,6 +126,8 @@ class JobConfig:
             low, high = getattr(self, small), getattr(self, large)
             if low is not None and high is not None and low > high:
                 raise ConfigError(f"{small}={low} is more than {large}={high}")
+        if self.job_name is not None and not re.fullmatch(r"\w[\w.\- ]{0,120}", self.job_name):
+            raise ConfigError(f"job_name={self.job_name!r}: it names a folder; use letters, digits, '.', '-', '_', ' '")
         if self.lanes is not None and self.lanes > self.global_batch:
             raise ConfigError(f"lanes={self.lanes} is more than global_batch={self.global_batch}")
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import select
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,6 +56,8 @@ def run_agent(launch: Launch, slot: int, attempt: int, resources: dict[str, list
         "host": socket.gethostname(),
         "executor": executor_id(),
         "pid": os.getpid(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
     }
     channel = Channel.connect(launch.address, launch.key, hello)
     mark = f"{launch.job_id}/slot-{slot}/"

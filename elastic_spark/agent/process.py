@@ -117,8 +117,9 @@ class WorkerProcess:
 
 #: What a worker inherits of the executor's environment. The driver's environment never reaches it.
 _PASSED = frozenset(("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "HOSTNAME", "VIRTUAL_ENV", "CONDA_PREFIX"))
-_PASSED_PREFIXES = tuple(
-    "LC_ LD_ SPARK_ PYSPARK_ PYTHON JAVA_ CUDA NVIDIA_ NCCL_ OMP_ MKL_ OPENBLAS_ GLOO_ HADOOP_ HOROVOD_ COVERAGE_".split()
+_PASSED_PREFIXES = (
+    *("LC_", "LD_", "SPARK_", "PYSPARK_", "PYTHON", "JAVA_", "HADOOP_", "COVERAGE_"),
+    *("CUDA", "NVIDIA_", "NCCL_", "OMP_", "MKL_", "OPENBLAS_", "GLOO_", "HOROVOD_"),
 )
 _WITHHELD = ("SECRET", "TOKEN", "PASSWORD", "CREDENTIAL", "PYTHON_WORKER_FACTORY")
 

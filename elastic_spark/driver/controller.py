@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -219,6 +221,9 @@ class Controller:
     def _opened(self, connection: Connection) -> None:
         hello = connection.hello
         if hello["role"] == "agent":
+            if _minor(hello["python"]) != _minor(platform.python_version()):
+                self._turn(core.Fault("EnvironmentUnfit", _other_python(hello)))
+                return
             name = f"a{self._registered}"
             self._registered += 1
             self._agents[name] = connection
@@ -491,6 +496,18 @@ class Controller:
         connection = peers.get(name)
         if connection is not None:
             connection.send(message)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _other_python(hello: Message) -> str:
+    return (
+        f"executor {hello['executor']} on {hello['host']} runs Python {hello['python']} ({hello['executable']}), this "
+        f"driver {platform.python_version()} ({sys.executable}): functions cannot travel between the two. Set "
+        "PYSPARK_PYTHON (spark.pyspark.python) to the same version"
+    )
 
 
 _DO: Mapping[type[core.Effect], Callable[[Controller, Any], None]] = {
