@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from elastic_spark.api import Result, run
     from elastic_spark.config import JobConfig
     from elastic_spark.driver.freeze import freeze
+    from elastic_spark.estimator.stages import ElasticTorchEstimator, ElasticTorchModel
+    from elastic_spark.runner import ElasticRunner
     from elastic_spark.sampler import LaneSampler
     from elastic_spark.worker.state import ElasticState
 
@@ -20,7 +22,10 @@ __version__ = "0.1.0"
 #: Where each public name lives. Loaded when first used, so that executors import neither MLflow nor the driver's parts,
 #: and a driver without torch can still say what is missing.
 _HOMES = {
+    "ElasticRunner": "elastic_spark.runner",
     "ElasticState": "elastic_spark.worker.state",
+    "ElasticTorchEstimator": "elastic_spark.estimator",
+    "ElasticTorchModel": "elastic_spark.estimator",
     "JobConfig": "elastic_spark.config",
     "LaneSampler": "elastic_spark.sampler",
     "Result": "elastic_spark.api",
@@ -28,7 +33,17 @@ _HOMES = {
     "run": "elastic_spark.api",
 }
 
-__all__ = ["ElasticState", "JobConfig", "LaneSampler", "Result", "freeze", "run"]
+__all__ = [
+    "ElasticRunner",
+    "ElasticState",
+    "ElasticTorchEstimator",
+    "ElasticTorchModel",
+    "JobConfig",
+    "LaneSampler",
+    "Result",
+    "freeze",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,24 +2,26 @@
 
 Each command only reads its arguments, calls one function of the package and prints. Modules are imported inside the
 commands, so that ``hosts``, which Horovod may run every second, starts fast. A command ends with exit code 0, with 1
-and one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage.
+and one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage. `run` and `resume` tell more apart, see
+`_EXIT_CODES`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from elastic_spark.config import JobConfig
-from elastic_spark.errors import ElasticSparkError
+from elastic_spark.errors import ConfigError, ElasticSparkError, EnvironmentUnfit, JobCancelled, NotEnoughWorkers
 
 
 class _Commands(click.Group):
@@ -84,6 +86,23 @@ def hosts(members_path: Path | None, script: Path | None) -> None:
     click.echo(host_lines(members_path, lambda warning: click.echo(f"warning: {warning}", err=True)), nl=False)
 
 
+#: Horovod's other names of our options.
+_ALSO = {
+    "num_proc": ["-np"],
+    "min_num_proc": ["--min-np"],
+    "max_num_proc": ["--max-np"],
+    "nics": ["--network-interfaces"],
+}
+
+_EXIT_CODES = """\b
+Exit codes:
+  0  finished
+  1  failed, by an error of the function or of the job; `resume` goes on from the last checkpoint
+  2  wrong usage, configuration or surroundings: nothing was started, and another try ends the same
+  3  not enough workers came in time: another try may do
+  4  cancelled: Ctrl-C, SIGTERM, or the SparkContext was stopped"""
+
+
 def _config_options(command: Callable[..., None]) -> Callable[..., None]:
     """One flag for each field of `JobConfig`: names, types and help have one source."""
     hints = typing.get_type_hints(JobConfig)
@@ -93,75 +112,158 @@ def _config_options(command: Callable[..., None]) -> Callable[..., None]:
     for item in reversed(dataclasses.fields(JobConfig)):
         kinds = [kind for kind in typing.get_args(hints[item.name]) if kind is not type(None)] or [hints[item.name]]
         flag, kind = "--" + item.name.replace("_", "-"), kinds[0]
+        flags = [flag, *_ALSO.get(item.name, []), item.name]
         if kind is bool:
             option = click.option(f"{flag}/--no-{flag[2:]}", default=None, help=told.get(item.name))
         elif kind in (int, float, str):
-            option = click.option(flag, type=kind, help=told.get(item.name))
+            option = click.option(*flags, type=kind, help=told.get(item.name))
         else:  # nics: names; env: NAME=VALUE
             metavar = "NAME=VALUE" if item.name == "env" else "NAME"
-            option = click.option(flag, multiple=True, metavar=metavar, help=told.get(item.name))
+            option = click.option(*flags, multiple=True, metavar=metavar, help=told.get(item.name))
         command = option(command)
     return command
 
 
-def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    for text in given:
-        if "=" not in text:
-            raise click.UsageError(f"{option} {text!r}: expected NAME=VALUE")
-    return {text.partition("=")[0]: text.partition("=")[2] for text in given}
+def _job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `run` and `resume` take."""
+    options: list[Callable[[Callable[..., None]], Callable[..., None]]] = [
+        click.argument("function", metavar="FUNCTION_OR_FILE"),
+        click.option("--master", help="Spark master; default: what spark-submit or the Spark configuration says."),
+        click.option("--conf", multiple=True, metavar="NAME=VALUE", help="A setting of Spark. May be repeated."),
+        click.option("--data", multiple=True, metavar="NAME=URI", help="A data set as Parquet. May be repeated."),
+        click.option("--arg", multiple=True, metavar="NAME=VALUE", help="An argument of the function, as YAML."),
+        click.option(
+            "--config", "--config-file", "file", type=click.Path(exists=True, dir_okay=False), help="Options as YAML."
+        ),
+        click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", help="Any option by name, as YAML: a.b=c."),
+        click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the spark-submit line."),
+        _config_options,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
-@main.command()
-@click.argument("function", metavar="FILE.py:FUNCTION")
-@click.option("--master", help="Spark master; default: what spark-submit or the Spark configuration says.")
-@click.option("--data", multiple=True, metavar="NAME=URI", help="A data set as Parquet. May be repeated.")
-@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Options as YAML.")
-@_config_options
-def run(function: str, master: str | None, data: Sequence[str], config_file: str | None, **options: Any) -> None:
-    """Train FUNCTION of FILE.py as an elastic job. Flags are the options of JobConfig; they win over the YAML file."""
-    path, colon, name = function.rpartition(":")
-    if not colon or not Path(path).is_file():
-        raise click.UsageError(f"{function!r}: expected an existing FILE.py, a colon and the name of a function in it")
-    options["nics"] = options["nics"] or None
-    options["env"] = _pairs("--env", options["env"]) or None
-    JobConfig.resolve(config_file, **options)  # a wrong option is told before Spark starts
-    data_sets = _pairs("--data", data)
-    trained = _load_function(Path(path), name)
-    if (master or "").startswith("local"):  # else Spark takes the first python3 on the PATH
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+@main.command(epilog=_EXIT_CODES)
+@_job_options
+def run(**given: Any) -> None:
+    """Train a function as an elastic job: module:function, or FILE.py:function.
 
-    from pyspark.sql import SparkSession
+    Flags are the options of JobConfig. They win over --set, and that over the YAML file. A module that is not installed
+    travels to the workers along with the function; what it imports must be there.
+    """
+    with _exit_codes():
+        _run("run", given)
+
+
+@main.command(epilog=_EXIT_CODES)
+@_job_options
+def resume(**given: Any) -> None:
+    """Go on with a job that was lost, failed or cancelled, from its newest valid checkpoint.
+
+    As `run`, with --job-name and with the same --checkpoint-uri or --work-dir. Exit code 2 where no such job is there.
+    """
+    with _exit_codes():
+        _run("resume", given)
+
+
+def _run(command: str, given: dict[str, Any]) -> None:
+    from elastic_spark import runner
+
+    flags = {item.name: given[item.name] for item in dataclasses.fields(JobConfig)}
+    flags["nics"] = tuple(name for names in flags["nics"] for name in names.split(",")) or None
+    flags["env"] = _pairs("--env", flags["env"]) or None
+    options = {**_nested(given["sets"]), **{name: value for name, value in flags.items() if value is not None}}
+    settings = JobConfig.resolve(given["file"], **options)  # a wrong option is told before Spark starts
+    data, conf = _pairs("--data", given["data"]), _pairs("--conf", given["conf"])
+    arguments = {name: _yaml(value) for name, value in _pairs("--arg", given["arg"]).items()}
+    function = runner.load_function(given["function"])
+    if command == "resume":
+        runner.require_unfinished(settings)
+    if given["dry_run"]:
+        words = [command, given["function"], *_as_arguments(given)]
+        click.echo(f"# {runner.submit_line(given['master'], conf, words)}\n{_as_yaml(settings.public())}", nl=False)
+        return
 
     import elastic_spark
+    from elastic_spark.report import render_text
 
-    builder = SparkSession.builder.appName(f"elastic_spark {name}")
-    session = (builder.master(master) if master else builder).getOrCreate()
+    session = runner.session(given["master"], f"elastic_spark {settings.job_name or given['function']}", conf)
     try:
-        result = elastic_spark.run(trained, data=data_sets or None, config=config_file, **options)
+        result = elastic_spark.run(function, kwargs=arguments, data=data or None, config=given["file"], **options)
     finally:
         session.stop()
     for rank, value in enumerate(result):
         click.echo(f"rank {rank}: {value!r}")
+    click.echo(render_text(result.summary), nl=False)
     click.echo(f"run {result.run_id or 'not tracked'}, events {result.events_path}")
 
 
-def _load_function(path: Path, name: str) -> Callable[..., Any]:
-    """The function, to be pickled by value: executors have no copy of the file."""
-    import importlib.util
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """How a job ended, as an exit code; see `_EXIT_CODES`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("Cancelled by Ctrl-C", err=True)
+        sys.exit(4)
+    except ElasticSparkError as error:
+        click.echo(f"Error: {error}", err=True)
+        codes = {ConfigError: 2, EnvironmentUnfit: 2, NotEnoughWorkers: 3, JobCancelled: 4}
+        sys.exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
-    import cloudpickle
 
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise click.UsageError(f"{path} has no function {name!r}")
-    return typing.cast("Callable[..., Any]", found)
+def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    for text in given:
+        if not text.partition("=")[1] or not text.partition("=")[0]:
+            raise click.UsageError(f"{option} {text!r}: expected NAME=VALUE")
+    return {text.partition("=")[0]: text.partition("=")[2] for text in given}
+
+
+def _nested(given: Sequence[str]) -> dict[str, Any]:
+    """``a.b=c`` as ``{"a": {"b": "c"}}``; values are read as YAML."""
+    options: dict[str, Any] = {}
+    for name, value in _pairs("--set", given).items():
+        *path, last = name.split(".")
+        place = options
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise click.UsageError(f"--set {name}={value}: {part!r} is given as a single value, too")
+        place[last] = _yaml(value)
+    return options
+
+
+def _as_arguments(given: Mapping[str, Any]) -> list[str]:
+    """The options again, without those that ``spark-submit`` takes itself and with no secret of ``env``."""
+    words: list[str] = []
+    for name, value in given.items():
+        if name in ("function", "master", "conf", "dry_run") or value in (None, ()):
+            continue
+        flag = "--" + {"sets": "set", "file": "config"}.get(name, name).replace("_", "-")
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, bool):
+                words.append(flag if item else f"--no-{flag[2:]}")
+            else:
+                words += [flag, f"{item.partition('=')[0]}=..." if name == "env" else str(item)]
+    return words
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise click.UsageError(f"{text!r} cannot be read as YAML: {error}") from error
+
+
+def _as_yaml(options: Mapping[str, Any]) -> str:
+    import yaml
+
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    text: str = yaml.safe_dump(plain, sort_keys=False)
+    return text
 
 
 @main.command()

@@ -13,9 +13,12 @@ import elastic_spark
 
 ROOT = Path(__file__).parents[1]
 
-PUBLIC_NAMES = ["ElasticState", "JobConfig", "LaneSampler", "Result", "freeze", "run"]
+PUBLIC_NAMES = [
+    *("ElasticRunner", "ElasticState", "ElasticTorchEstimator", "ElasticTorchModel"),
+    *("JobConfig", "LaneSampler", "Result", "freeze", "run"),
+]
 
-COMMANDS = ["build-horovod", "checkpoints", "doctor", "hosts", "report", "run"]
+COMMANDS = ["build-horovod", "checkpoints", "doctor", "hosts", "report", "resume", "run"]
 
 
 def tracked_files() -> list[Path]:
