@@ -235,4 +235,8 @@ def say(text: str, passing: bool = False) -> None:
 STARTED = time.monotonic()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        say("interrupted; the cluster is gone, the run is marked as killed")
+        sys.exit(130)

@@ -144,6 +144,28 @@ def test_spark_submit_runs_a_script_with_its_arguments_conf_and_environment(clus
     assert "answer one two three" in (tmp_path / "out").read_text()
 
 
+def test_a_submitted_driver_is_told_before_it_is_killed(tmp_path):
+    """SIGTERM reaches the Python driver and not only the launcher, so that it can say how its job ended."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import pathlib, signal, sys, time
+        folder = pathlib.Path({str(tmp_path)!r})
+        def told(*_):
+            time.sleep(0.5)
+            (folder / "told").touch()
+            sys.exit()
+        signal.signal(signal.SIGTERM, told)
+        (folder / "ready").touch()
+        time.sleep(600)
+        """)
+    )
+    with StandaloneCluster(workers=0) as cluster:
+        cluster.spark_submit(script)
+        cluster.wait_for((tmp_path / "ready").exists, LIMIT_S, "the driver")
+    assert (tmp_path / "told").exists()
+
+
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     script = textwrap.dedent("""
         import sys, time
@@ -228,3 +250,13 @@ def test_signals_do_not_reach_the_cluster_through_the_terminal(cluster):
     for worker in cluster.workers:
         assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
         os.kill(worker.pid, signal.SIGCONT)
+
+
+def test_a_session_of_another_cluster_replaces_the_one_before(cluster, spark):
+    """A process has one SparkContext at most: the newest `session` wins, each with a JVM and settings of its own."""
+    own = {process.pid for process in cluster.processes()}
+    with StandaloneCluster(workers=0) as other:
+        session = other.session(**{"spark.es.test": "other"})
+        assert session.sparkContext.master == other.master_url
+        assert spark.sparkContext._jsc is None
+        assert len(own - {process.pid for process in cluster.processes()}) >= 3  # the JVM, and with it the executors

@@ -37,7 +37,7 @@ import elastic_spark
 from elastic_spark.core.events import GenerationFormed, WorkerSpawned, read_log
 from elastic_spark.errors import ConfigError, EnvironmentUnfit
 from elastic_spark.testing import keeper
-from elastic_spark.testing.session import STOP_LIMIT_S, OwnSession, spark_home, terminate
+from elastic_spark.testing.session import STOP_LIMIT_S, OwnSession, spark_home
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -117,7 +117,7 @@ class StandaloneCluster:
         self._pythonpath = [str(Path(item).resolve()) for item in pythonpath] + _package_root()
         self._spark_home = spark_home()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._submitted: list[subprocess.Popen[Any]] = []
+        self._submitted: list[subprocess.Popen[str]] = []
         self._workers: dict[str, Worker] = {}
         self._frozen: set[int] = set()
         self._session = OwnSession()
@@ -158,12 +158,14 @@ class StandaloneCluster:
             self.thaw(pid)
         self._session.close()
         for submitted in self._submitted:
-            terminate(submitted, STOP_LIMIT_S)
+            self._terminate(submitted)
         if self._keeper is not None and self._keeper.stdin is not None:
             self._keeper.stdin.close()
             self._keeper.wait(timeout=keeper.SWEEP_LIMIT_S + STOP_LIMIT_S)
-        for daemon in (*self._daemons.values(), *self._submitted):
+        for daemon in self._daemons.values():
             daemon.wait(timeout=STOP_LIMIT_S)
+        for submitted in self._submitted:
+            submitted.wait(timeout=STOP_LIMIT_S)
         self._keeper = None
         for started in (self._daemons, self._submitted, self._workers):
             started.clear()
@@ -204,10 +206,10 @@ class StandaloneCluster:
         }
 
     def session(self, app_name: str = "elastic_spark.testing", **conf: str) -> SparkSession:
-        """A session on this cluster, in this process; one that an earlier call made is stopped first.
+        """A session on this cluster, in this process; one that an earlier call made, of any cluster, is stopped first.
 
-        ``conf`` overrides `conf` (``**{"spark.speculation": "true"}``). Raises `EnvironmentUnfit` where another
-        SparkContext is active in this process.
+        ``conf`` overrides `conf` (``**{"spark.speculation": "true"}``). Raises `EnvironmentUnfit` where a SparkContext
+        of your own is active in this process.
         """
         return self._session.open(app_name, {**self.conf, **conf}, self._env())
 
@@ -395,6 +397,17 @@ class StandaloneCluster:
     def _worker_marker(self, name: str) -> str:
         return f"{self._marker}_{name.replace('-', '_')}"
 
+    def _terminate(self, submitted: subprocess.Popen[str]) -> None:
+        """SIGTERM to launcher and driver, and time to end in order; what is left is killed with the cluster."""
+
+        def alive() -> list[int]:
+            return [pid for pid in keeper.marked(self._marker) if _group(pid) == submitted.pid]
+
+        if alive():
+            os.killpg(submitted.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                self.wait_for(lambda: not alive(), STOP_LIMIT_S, "the end of a submitted driver")
+
     def _scan(self) -> Iterator[tuple[int, list[str], str | None]]:
         """Each living process: pid, arguments, name of the worker that it runs on."""
         for pid, names in sorted(keeper.marked(self._marker).items()):
@@ -407,6 +420,12 @@ def _package_root() -> list[str]:
     """Where executors find elastic_spark, unless it is installed where their Python looks anyway."""
     root = str(Path(elastic_spark.__file__).resolve().parents[1])
     return [] if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [root]
+
+
+def _group(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
 
 
 def _as_executor(pid: int, command: list[str], worker: str | None) -> Executor | None:

@@ -1,7 +1,8 @@
 """A Spark session of the calling process whose JVM starts clean and can be ended.
 
 pyspark keeps one JVM a process, for ever, and hands the settings of the first session to it as system properties,
-where each later session finds them again. Here the JVM starts without any Spark setting and is ended on `close`.
+where each later session finds them again. Here the JVM starts without any Spark setting and is ended on `close`,
+or when another cluster of this process opens a session: there can be only one.
 
 pyspark is imported when used: executors import this package for the counting model and need none of this.
 """
@@ -14,7 +15,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic_spark.errors import EnvironmentUnfit
 
@@ -34,6 +35,8 @@ def spark_home() -> Path:
 class OwnSession:
     """At most one session at a time, on a JVM that is ours unless the process had one before."""
 
+    _newest: ClassVar[OwnSession | None] = None
+
     def __init__(self) -> None:
         self._session: SparkSession | None = None
         self._jvm: subprocess.Popen[Any] | None = None
@@ -44,10 +47,12 @@ class OwnSession:
         return None if self._jvm is None else self._jvm.pid
 
     def open(self, app_name: str, settings: Mapping[str, str], env: Mapping[str, str]) -> SparkSession:
-        """Stop the session before, if any, and start one. EnvironmentUnfit where a foreign SparkContext is active."""
+        """Stop the one before, if any, and start one. EnvironmentUnfit where a foreign SparkContext is active."""
         from pyspark import SparkContext
         from pyspark.sql import SparkSession
 
+        if OwnSession._newest not in (None, self):
+            OwnSession._newest.close()
         self._stop()
         if SparkContext._active_spark_context is not None:
             raise EnvironmentUnfit("a SparkContext is already active in this process: stop it (spark.stop()) first")
@@ -63,6 +68,7 @@ class OwnSession:
             for key, value in settings.items():
                 builder = builder.config(key, value)
             self._session = builder.getOrCreate()
+        OwnSession._newest = self
         return self._session
 
     def close(self) -> None:
