@@ -22,7 +22,7 @@ def resolve_uri(given: str | None) -> str:
     """The tracking URI: as given, else what MLflow is set to, else Databricks on Databricks, else a SQLite file here.
 
     Raises:
-        ConfigError: a file store where MLflow has none any more (3.13 and later).
+        ConfigError: a file store where MLflow has none any more (3.13 and later), or a SQLite file that cannot be made.
     """
     uri = given or _configured_uri() or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
     allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
@@ -36,6 +36,9 @@ def resolve_uri(given: str | None) -> str:
             f"tracking_uri={uri!r} is a file store, which MLflow {'.'.join(map(str, version()))} has no more. "
             "Use a database, for example tracking_uri='sqlite:///mlflow.db', or set MLFLOW_ALLOW_FILE_STORE=true"
         )
+    path = sqlite_path(uri)  # MLflow itself would try for minutes
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"tracking_uri={uri!r}: {path} cannot be written; does the directory exist, and is it yours?")
     return uri
 
 
@@ -76,11 +79,17 @@ def active_run(uri: str) -> tuple[str, str] | None:
     return run.info.run_id, run.info.experiment_id
 
 
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a SQLite tracking URI; None for other stores, and for one in memory."""
+    if not uri.startswith("sqlite:///") or ":memory:" in uri:
+        return None
+    return Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve()
+
+
 def artifacts_beside(uri: str) -> str | None:
     """Artifact location for a SQLite store: a directory beside the file. Other stores know their own."""
-    if not uri.startswith("sqlite:///") or uri == "sqlite:///:memory:":
-        return None
-    return (Path(uri.removeprefix("sqlite:///").split("?")[0]).resolve().parent / "mlartifacts").as_uri()
+    path = sqlite_path(uri)
+    return (path.parent / "mlartifacts").as_uri() if path is not None else None
 
 
 @contextlib.contextmanager

@@ -301,8 +301,6 @@ class Store:
                 self._ask(lambda: self._log_dataset(record))
             elif kind == "text":
                 self._ask(lambda: self._log_text(record["path"], record["text"]))
-            elif kind == "table":
-                self._ask(lambda: self._client().log_table(self.run_id, record["columns"], record["path"]))
             elif kind == "artifact":
                 self._send_file(record)
             elif kind == "end":

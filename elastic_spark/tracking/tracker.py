@@ -404,10 +404,13 @@ def _summary_records(summary: Mapping[str, Any], step: int, at_ms: int) -> list[
         if summary.get(name) is not None:
             value = float(summary[name])
             records.append({"kind": "metric", "key": f"summary/{name}", "value": value, "step": step, "at_ms": at_ms})
-    columns = ("generation", "cause", "at", "from_size", "to_size", "joined", "lost", "left", "pause_s", "rto_s")
     if summary["changes"]:
-        table = {name: [_cell(change.get(name)) for change in summary["changes"]] for name in columns}
-        records.append({"kind": "table", "path": "elastic/changes.json", "columns": table})
+        columns = ("generation", "cause", "at", "from_size", "to_size", "joined", "lost", "left", "pause_s", "rto_s")
+        rows = [[_cell(change.get(name)) for name in columns] for change in summary["changes"]]
+        path = "elastic/changes.json"  # as MLflow's own log_table writes it, and the tag by which its UI finds tables
+        records.append({"kind": "text", "path": path, "text": json.dumps({"columns": columns, "data": rows})})
+        tables = json.dumps([{"path": path, "type": "table"}])
+        records.append({"kind": "tag", "key": "mlflow.loggedArtifacts", "value": tables})
     return records
 
 
