@@ -192,10 +192,13 @@ def _obey(command: dict[str, Any], hvd: Any, torch: Any) -> dict[str, Any]:
         if do == "allreduce":
             total = hvd.allreduce(torch.full((command.get("numbers", 4),), float(command["value"])), op=hvd.Sum)
             return {"value": float(total[0])}
-        if do == "train":  # allreduces until one fails
+        if do == "train":  # steps of several collectives in flight, as in a backward pass, until one fails
             steps = 0
+            ones = [torch.ones(command.get("numbers", 1000)) for _ in range(command.get("tensors", 1))]
             while True:
-                hvd.allreduce(torch.ones(command.get("numbers", 1000)), op=hvd.Sum, name=f"step{steps}")
+                handles = [hvd.allreduce_async(each, op=hvd.Sum, name=f"t{i}") for i, each in enumerate(ones)]
+                for handle in handles:
+                    hvd.synchronize(handle)
                 steps += 1
                 if steps == 5:
                     _say(training=True)

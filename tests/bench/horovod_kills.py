@@ -29,9 +29,10 @@ def main(trials: int = 20, size: int = 3, seed: int = 0) -> None:
             ranks.append(Rank())
             ranks[-1].answer()
         server = Rendezvous()
+        numbers, tensors = randomness.choice([(10, 50), (10, 1), (100_000, 4)])
         for number, rank in enumerate(ranks):
             rank.tell("init", env=world(server, number, size, timeout_s=4))
-            rank.tell("train", numbers=randomness.choice([10, 100_000]))
+            rank.tell("train", numbers=numbers, tensors=tensors)
         delay = randomness.choice([randomness.uniform(0, 0.15), randomness.uniform(0, 1.0)])
         victims = randomness.sample(ranks, randomness.choice([1, 1, 2]) if size > 2 else 1)
         time.sleep(delay)
