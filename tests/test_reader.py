@@ -238,6 +238,26 @@ def test_batches_outlive_their_reader(tmp_path):
         check(batch)
 
 
+def test_memory_is_used_again_but_never_while_it_shows(tmp_path, monkeypatch):
+    """A hundred batches, of which each seventh is kept, as a tensor of it or as its row ids."""
+    monkeypatch.setattr("elastic_spark.worker.data.BLOCK_ROWS", 32)
+    manifest = make(tmp_path, [[1600]])
+    plan = plan_of(manifest, 1, 16)
+    reader = LaneReader(manifest, plan, range(plan.lanes), 1)
+    kept, places = [], set()
+    for batch in reader.batches(0):
+        check(batch)
+        places.add(batch["x"].data_ptr())
+        if batch.offset % 7 == 0:
+            kept.append(
+                (batch["y"], batch.row_ids.clone()) if batch.offset % 2 else (batch["y"].clone(), batch.row_ids)
+            )
+    assert len(places) < 80
+    for values, ids in kept:
+        assert torch.equal(values, ids)
+    reader.close()
+
+
 def reader_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("elastic-spark-")]
 

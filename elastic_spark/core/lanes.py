@@ -41,6 +41,7 @@ from elastic_spark.errors import ConfigError, DataError
 LANES_PER_WORKER = 16
 
 _ROW_GROUPS, _ROWS = 1, 2  # which order a key is for
+_AT_ONCE = 15_000  # numbers of a temporary array: malloc asks the kernel for fresh pages from 128 KiB on
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,6 @@ class EpochLayout:
 
     def place(self, positions: Int64s) -> Int64s:
         """Index into ``order`` of the row group that holds each position: int64[n] -> int64[n]."""
-        if self.order.size == 1:
-            return np.zeros_like(positions)
         if self.hops > 2:  # row groups of very different sizes: a bucket says little
             return np.searchsorted(self.bounds, positions, side="right") - 1
         group = self.first.take(positions >> self.bucket_bits)
@@ -174,9 +173,11 @@ class EpochLayout:
             group += positions >= self.bounds[1:].take(group)
         return group
 
-    def row_ids(self, positions: Int64s) -> Int64s:
-        """Global ids of the rows at ``positions``: int64[n] -> int64[n]."""
-        return positions + self.shift.take(self.place(positions))
+    def to_row_ids(self, positions: Int64s) -> None:
+        """Puts, in place of each position, the global id of the row there: int64[n]."""
+        for at in range(0, positions.size, _AT_ONCE):
+            part = positions[at : at + _AT_ONCE]
+            part += self.shift.take(self.place(part))
 
 
 class LaneShare:
@@ -199,22 +200,27 @@ class LaneShare:
         columns, number = columns[left], number[left]
         self._last = _Columns(layout.rows, self._lanes[columns], self._starts, batches[columns], number)
 
-    def rows_in_step(self, offset: int) -> int:
-        """Rows that these lanes give to the global batch at ``offset``."""
-        if offset < self._full_steps:
-            return self._full.size
-        return self._last.size if offset == self._full_steps else 0
+    def rows_in(self, offset: int, steps: int = 1) -> int:
+        """Rows that these lanes give to ``steps`` global batches from ``offset`` on."""
+        full = max(0, min(steps, self._full_steps - offset))
+        return full * self._full.size + (self._last.size if offset <= self._full_steps < offset + steps else 0)
 
-    def row_ids(self, offset: int, steps: int = 1) -> Int64s:
-        """Global row ids of ``steps`` global batches from ``offset`` on, step by step, lane by lane: int64[n]."""
-        parts = []
-        full = min(steps, self._full_steps - offset)
-        if full > 0:
-            parts.append(self._full.positions(offset, full))
-        if offset <= self._full_steps < offset + steps:
-            parts.append(self._last.positions(self._full_steps, 1))
-        positions = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        return self._layout.row_ids(positions)
+    def row_ids(self, offset: int, steps: int = 1, out: Int64s | None = None) -> Int64s:
+        """Global row ids of ``steps`` global batches from ``offset`` on, step by step, lane by lane: int64[n].
+
+        ``out``: int64[n] to put them into; then it is what is returned.
+        """
+        ids = np.empty(self.rows_in(offset, steps), dtype=np.int64) if out is None else out
+        at = 0
+        while at < ids.size:
+            columns = self._full if offset < self._full_steps else self._last
+            some = min((ids.size - at) // columns.size, max(1, self._full_steps - offset))
+            some = min(some, max(1, 2 * _AT_ONCE // columns.size))
+            end = at + some * columns.size
+            columns.positions(offset, ids[at:end].reshape(some, columns.size))
+            at, offset = end, offset + some
+        self._layout.to_row_ids(ids)
+        return ids
 
     def row_groups(self) -> Int64s:
         """Manifest numbers of the row groups that these lanes touch, each once, in the order of the lanes: int64[n]."""
@@ -243,12 +249,13 @@ class _Columns:
         self._batches = batches.astype(np.uint32)
         self._number = number.astype(np.uint32)
 
-    def positions(self, offset: int, steps: int) -> Int64s:
-        """Positions of the rows of ``steps`` steps from ``offset`` on: int64[steps * size]."""
-        index = np.arange(offset, offset + steps, dtype=np.uint32)[:, None] * self._batches + self._number
+    def positions(self, offset: int, out: Int64s) -> None:
+        """Puts the positions of the rows of the steps from ``offset`` on into ``out``: int64[steps, size]."""
+        steps = np.arange(offset, offset + len(out), dtype=np.uint32)
+        index = steps[:, None] * self._batches + self._number
         if self._permutation is not None:
             index = self._permutation(index)
-        return (index + self._start).reshape(-1)
+        np.add(index, self._start, out=out)
 
 
 def choose_lanes(max_world: int, global_batch: int, rows: int) -> int:

@@ -75,7 +75,7 @@ class KeyedPermutations:
     and its number. Takes memory for C columns, whatever the sizes.
     """
 
-    __slots__ = ("_high", "_low_bits", "_low_mask", "_round_keys", "_sizes")
+    __slots__ = ("_high", "_low_bits", "_low_mask", "_low_shift", "_round_keys", "_sizes")
 
     def __init__(self, sizes: Int64s, key: int) -> None:
         if sizes.size and int(sizes.max()) > MAX_SIZE:
@@ -85,6 +85,7 @@ class KeyedPermutations:
         self._low_bits: UInt32s = bits // np.uint32(2)
         self._low_mask: UInt32s = (np.uint32(1) << self._low_bits) - np.uint32(1)
         self._high: UInt32s = np.maximum((sizes + self._low_mask) >> self._low_bits, 1).astype(np.uint32)
+        self._low_shift: UInt32s = np.uint32(32) - self._low_bits
         rounds = 8 if sizes.size == 0 or int(sizes.max()) < _SMALL else 4
         numbers = np.arange(sizes.size * rounds, dtype=np.int64).reshape(sizes.size, rounds)
         self._round_keys: UInt32s = np.ascontiguousarray((hash64(numbers, key) >> np.uint64(32)).T.astype(np.uint32))
@@ -92,7 +93,7 @@ class KeyedPermutations:
     def take(self, columns: Int64s) -> Self:
         """The permutations of the given columns, which may repeat: int64[D] -> permutations of D columns."""
         taken = object.__new__(type(self))
-        for name in ("_sizes", "_low_bits", "_low_mask", "_high"):
+        for name in ("_sizes", "_low_bits", "_low_mask", "_low_shift", "_high"):
             setattr(taken, name, getattr(self, name)[columns])
         taken._round_keys = np.ascontiguousarray(self._round_keys[:, columns])
         return taken
@@ -100,37 +101,40 @@ class KeyedPermutations:
     def __call__(self, positions: UInt32s) -> UInt32s:
         """Permuted positions: uint32[..., C] with ``positions[..., c] < sizes[c]`` -> uint32[..., C]."""
         x = self._rounds(positions)
-        outside = np.nonzero(x >= self._sizes)
-        if outside[0].size:
-            again = self.take(outside[-1].astype(np.int64))
-            x[outside] = again(x[outside])
+        outside = np.flatnonzero(x >= self._sizes)
+        if outside.size:
+            again = self.take(outside % self._sizes.size)
+            flat = x.reshape(-1)
+            flat[outside] = again(flat[outside])
         return x
 
     def _rounds(self, positions: UInt32s) -> UInt32s:
         high = positions >> self._low_bits
         low = positions & self._low_mask
         keys = self._round_keys
+        f, spare = np.empty_like(high), np.empty_like(high)  # reused: fresh arrays would cost more than the sums
         for r in range(0, len(keys), 2):
             # high' = (high + F(low)) mod a. Both are below a; in unsigned numbers min(s, s - a) is s mod a.
-            f = _half_hash(low, keys[r])
+            _hash32(low, keys[r], f, spare)
+            f >>= np.uint32(16)
             f *= self._high
             f >>= np.uint32(16)
             high += f
             np.subtract(high, self._high, out=f)
             np.minimum(high, f, out=high)
-            f = _half_hash(high, keys[r + 1])
-            f &= self._low_mask
+            # low' = low xor F(high), of which the upper bits are taken. A shift by 32 gives 0.
+            _hash32(high, keys[r + 1], f, spare)
+            f >>= self._low_shift
             low ^= f
         high <<= self._low_bits
         high |= low
         return high
 
 
-def _half_hash(values: UInt32s, key: UInt32s) -> UInt32s:
-    """A 16-bit hash of ``values`` (below 2^17) under a key for each column."""
-    x = values + key
-    x *= np.uint32(0x9E3779B1)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(0x85EBCA77)
-    x >>= np.uint32(16)
-    return x
+def _hash32(values: UInt32s, key: UInt32s, out: UInt32s, spare: UInt32s) -> None:
+    """Puts a hash of ``values`` (below 2^17) under a key for each column into ``out``; its upper bits are the best."""
+    np.add(values, key, out=out)
+    out *= np.uint32(0x9E3779B1)
+    np.right_shift(out, np.uint32(15), out=spare)
+    out ^= spare
+    out *= np.uint32(0x85EBCA77)

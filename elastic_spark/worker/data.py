@@ -1,7 +1,7 @@
 """From lanes to tensors: one worker's share of each global batch.
 
 Rows come from a `RowStore`: all columns of a row lie together, so that a batch is one gather, whatever its columns, and
-its tensors are views of what was gathered. Batches are made in blocks of about a megabyte, by a few threads, ahead of
+its tensors are views of what was gathered. Batches are made in blocks of a few thousand rows, by two threads, ahead of
 the consumer; computing row ids and gathering both release the GIL. Nothing that lies ready counts as consumed: the
 cursor is the consumer's, and a reader is told where to begin.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from elastic_spark.core.lanes import LanePlan, LaneShare
@@ -29,25 +31,36 @@ from elastic_spark.core.order import Int64s
 from elastic_spark.errors import DataError
 from elastic_spark.worker.rows import RowStore, record_type
 
-#: Bytes gathered at a time. Enough to make the cost of a call small, little enough to stay in the processor's cache.
-BLOCK_BYTES = 1 << 20
+#: Bytes and rows gathered at a time: enough to make the cost of a call small, few enough for the processor's cache.
+BLOCK_BYTES, BLOCK_ROWS = 4 << 20, 32_768
 
 #: Threads that make blocks.
 THREADS = 2
 
 
+Bytes = npt.NDArray[np.uint8]
+#: The same records as items of different types: dtype -> [n, record bytes / item bytes].
+Views = dict[torch.dtype, torch.Tensor]
+
+
 class BatchLayout:
-    """Where in a record each column lies, as torch sees it."""
+    """Where in a record each column lies, as torch sees it: as items of the column's own type."""
 
     def __init__(self, manifest: Manifest) -> None:
         records = record_type(manifest.columns)
         self.record_bytes = records.itemsize
         offsets = {name: int(field[1]) for name, field in (records.fields or {}).items()}
-        #: Column -> dtype, first item (counted in items of that dtype), width.
-        self.columns: dict[str, tuple[torch.dtype, int, int]] = {}
+        #: Column -> dtype, items from one record to the next, first item, width.
+        self.columns: dict[str, tuple[torch.dtype, int, int, int]] = {}
         for column in manifest.columns:
             kind: torch.dtype = getattr(torch, column.dtype)
-            self.columns[column.name] = (kind, offsets[column.name] // kind.itemsize, column.width)
+            size = kind.itemsize
+            self.columns[column.name] = (kind, records.itemsize // size, offsets[column.name] // size, column.width)
+        self._kinds = {torch.uint8, *(kind for kind, *_ in self.columns.values())}
+
+    def views(self, records: torch.Tensor) -> Views:
+        """uint8[n, record bytes], contiguous, seen as items of each type that a column has."""
+        return {kind: records.view(kind) for kind in self._kinds}
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -67,13 +80,15 @@ class Batch(Mapping[str, torch.Tensor]):
 
     def __init__(
         self,
-        records: torch.Tensor,
-        layout: BatchLayout,
+        views: Views,
+        at: int,
         row_ids: Int64s,
+        layout: BatchLayout,
         place: tuple[int, int],
         world: tuple[int, int],
     ) -> None:
-        self._records = records
+        """Made by `LaneReader`: the records from number ``at`` on in ``views``."""
+        self._views, self._at = views, at
         self._layout = layout
         self._row_ids = row_ids
         self._place, self._world = place, world
@@ -89,11 +104,13 @@ class Batch(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
-            kind, at, width = self._layout.columns[name]
+            kind, stride, first, width = self._layout.columns[name]
         except KeyError:
             raise KeyError(f"no column {name!r}; there are {list(self)}") from None
-        items = self._records.view(kind)
-        return items[:, at : at + width] if width else items[:, at]
+        rows, first = self.rows or 1, self._at * stride + first
+        if width:
+            return self._views[kind].as_strided((rows, width), (stride, 1), first)
+        return self._views[kind].as_strided((rows,), (stride,), first)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout.columns)
@@ -106,8 +123,9 @@ class Batch(Mapping[str, torch.Tensor]):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on another device, moved as one piece."""
-        moved = self._records.to(device, non_blocking=non_blocking)
-        return Batch(moved, self._layout, self._row_ids, self._place, self._world)
+        records = self._views[torch.uint8][self._at : self._at + (self.rows or 1)]
+        moved = self._layout.views(records.to(device, non_blocking=non_blocking, copy=True))
+        return Batch(moved, 0, self._row_ids, self._layout, self._place, self._world)
 
 
 class LaneReader:
@@ -178,18 +196,14 @@ class LaneReader:
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="elastic-spark-reader")
         try:
             if place and self._bring(share, threads):
-                spare = self._spare_row(share) if share.rows_in_step(place[-1]) == 0 else None
-                for step, records, ids in self._blocks(share, place, threads):
+                spare = self._spare_row(share) if share.rows_in(place[-1]) == 0 else None
+                for step, views, at, ids in self._blocks(share, place, threads):
                     if not self._close.alive:
                         return
+                    if spare is not None and not ids.size:
+                        views, at = self._layout.views(spare.clone()), 0
                     world = (self._world_size, self._plan.rows_in_step(step))
-                    yield Batch(
-                        records if len(records) or spare is None else spare.clone(),
-                        self._layout,
-                        ids,
-                        (epoch, step),
-                        world,
-                    )
+                    yield Batch(views, at, ids, self._layout, (epoch, step), world)
         finally:
             threads.shutdown(wait=True, cancel_futures=True)
 
@@ -207,33 +221,35 @@ class LaneReader:
 
     def _blocks(
         self, share: LaneShare, place: range, threads: ThreadPoolExecutor
-    ) -> Iterator[tuple[int, torch.Tensor, Int64s]]:
-        """Step, records and row ids of every step in ``place``; made in blocks of steps, some blocks ahead."""
-        step_bytes = max(1, share.rows_in_step(place.start) * self._layout.record_bytes)
-        steps = max(1, BLOCK_BYTES // step_bytes)
+    ) -> Iterator[tuple[int, Views, int, Int64s]]:
+        """Of every step in ``place``: step, records, which is its first, row ids. Made in blocks, some blocks ahead."""
+        rows = max(1, share.rows_in(place.start))
+        steps = max(1, min(BLOCK_BYTES // (rows * self._layout.record_bytes), BLOCK_ROWS // rows))
         ahead = THREADS + -(-self._prefetch // steps)
+        memory = _Memory(rows * steps, self._layout.record_bytes, keep=ahead + 2, pinned=self._pin_memory)
         starts = iter(place[::steps])
-        blocks: deque[tuple[int, Future[tuple[torch.Tensor, Int64s]]]] = deque()
+        blocks: deque[tuple[int, Future[tuple[Views, Int64s]]]] = deque()
         while True:
             for start in itertools.islice(starts, ahead - len(blocks)):
                 count = min(steps, place.stop - start)
-                blocks.append((start, threads.submit(self._gather, share, start, count)))
+                blocks.append((start, threads.submit(self._gather, memory, share, start, count)))
             if not blocks:
                 return
             start, block = blocks.popleft()
-            records, ids = block.result()
+            views, ids = block.result()
             at = 0
             for step in range(start, min(start + steps, place.stop)):
-                end = at + share.rows_in_step(step)
-                yield step, records[at:end], ids[at:end]
+                end = at + share.rows_in(step)
+                yield step, views, at, ids[at:end]
                 at = end
 
-    def _gather(self, share: LaneShare, offset: int, steps: int) -> tuple[torch.Tensor, Int64s]:
-        """Records and ids of the rows of some steps: uint8[n, record bytes], int64[n]."""
-        ids = share.row_ids(offset, steps)
-        records = torch.empty((ids.size, self._layout.record_bytes), dtype=torch.uint8, pin_memory=self._pin_memory)
-        np.take(self._store.records, ids, axis=0, out=records.numpy(), mode="clip")
-        return records, ids
+    def _gather(self, memory: _Memory, share: LaneShare, offset: int, steps: int) -> tuple[Views, Int64s]:
+        """Records and ids of the rows of some steps: of n records, int64[n]."""
+        rows = share.rows_in(offset, steps)
+        records, ids = memory.take(rows)
+        share.row_ids(offset, steps, out=ids)
+        np.take(self._store.records, ids, axis=0, out=records, mode="clip")
+        return self._layout.views(torch.from_numpy(records)), ids
 
     def _spare_row(self, share: LaneShare) -> torch.Tensor:
         """Some row of the data, for steps in which this worker has none: uint8[1, record bytes]."""
@@ -242,6 +258,37 @@ class LaneReader:
         self._store.load(groups[0])
         first = sum(rows[: groups[0]])
         return torch.from_numpy(self._store.records[first : first + 1].copy())
+
+
+class _Memory:
+    """Memory for blocks of up to ``rows`` rows, used again once no batch, tensor or array shows it any more.
+
+    Fresh memory for each block would cost a page fault for every 4 KiB, which is as much as the gather. Page-locked
+    memory is torch's to reuse: only torch knows when a copy to the device is done with it.
+    """
+
+    def __init__(self, rows: int, record_bytes: int, keep: int, pinned: bool) -> None:
+        self._rows, self._record_bytes, self._keep, self._pinned = rows, record_bytes, keep, pinned
+        self._kept: list[tuple[Bytes, Int64s]] = []
+        self._lock = threading.Lock()
+
+    def take(self, rows: int) -> tuple[Bytes, Int64s]:
+        """uint8[rows, record bytes] and int64[rows] that nobody uses, of undefined content."""
+        if self._pinned:
+            locked = torch.empty((rows, self._record_bytes), dtype=torch.uint8, pin_memory=True)
+            return locked.numpy(), np.empty(rows, dtype=np.int64)
+        with self._lock:
+            for records, ids in self._kept:
+                # Referred to by the pair, by the loop's name, and by the call itself; else also by views.
+                if sys.getrefcount(records) == _UNUSED and sys.getrefcount(ids) == _UNUSED:
+                    return records[:rows], ids[:rows]
+            pair = np.empty((self._rows, self._record_bytes), dtype=np.uint8), np.empty(self._rows, dtype=np.int64)
+            if len(self._kept) < self._keep:
+                self._kept.append(pair)
+            return pair[0][:rows], pair[1][:rows]
+
+
+_UNUSED = 3
 
 
 def _end(store: RowStore, fillers: list[threading.Thread]) -> None:

@@ -69,7 +69,8 @@ def test_a_share_is_its_lanes_step_by_step(plan, epoch, data):
     ]
     assert share.row_ids(offset, steps).tolist() == expected
     sizes = [sum(plan.lane_rows_in_step(lane, step) for lane in lanes) for step in range(offset, offset + steps)]
-    assert [share.rows_in_step(step) for step in range(offset, offset + steps)] == sizes
+    assert [share.rows_in(step) for step in range(offset, offset + steps)] == sizes
+    assert share.rows_in(offset, steps) == sum(sizes)
     ends = np.cumsum(plan.groups)
     touched = {
         int(np.searchsorted(ends, id_, side="right"))
@@ -90,7 +91,9 @@ def test_wide_row_groups_and_narrow_ones_are_placed_alike():
         positions = np.arange(plan.rows)
         expected = np.searchsorted(layout.bounds, positions, side="right") - 1
         assert layout.place(positions).tolist() == expected.tolist()
-        assert sorted(layout.row_ids(positions).tolist()) == positions.tolist()
+        ids = positions.copy()
+        layout.to_row_ids(ids)
+        assert sorted(ids.tolist()) == positions.tolist()
 
 
 def test_epochs_and_seeds_differ_and_repeat():
@@ -124,8 +127,9 @@ def test_a_lane_is_shuffled_as_a_whole():
 def test_an_epoch_of_many_rows_needs_little_memory_to_plan():
     plan = LanePlan((65_536,) * 1526, lanes=128, global_batch=1024, seed=1)
     share = plan.share(7, range(0, 128, 4))
-    ids = share.row_ids(50_000, 4)
-    assert ids.size == 4 * 256
+    ids = share.row_ids(50_000, 400)  # more than is computed at once
+    assert ids.size == 400 * 256
+    assert ids[-256:].tolist() == share.row_ids(50_399).tolist()
     assert np.unique(ids).size == ids.size
     assert int(ids.max()) < plan.rows
 
@@ -252,6 +256,7 @@ def run_history(seed, plan, epochs):
     names = itertools.count()
     world = [f"w{next(names)}" for _ in range(rng.randint(1, 9))]
     owned = assign_lanes(plan.lanes, world, {})
+    shares = {}
     done = []
     saved = 0
     total = epochs * plan.steps_per_epoch
@@ -267,13 +272,16 @@ def run_history(seed, plan, epochs):
             rng.shuffle(world)
             weights = {worker: rng.uniform(0.2, 3) for worker in world} if rng.random() < 0.5 else None
             owned = assign_lanes(plan.lanes, world, owned, weights)
+            shares = {}
         elif act < 0.3:
             del done[saved:]
         elif act < 0.4:
             saved = len(done)
         epoch, offset = divmod(len(done), plan.steps_per_epoch)
-        shares = [plan.share(epoch, owned[worker]) for worker in world]
-        step = [part.row_ids(offset) for part in shares]
+        for worker in world:
+            if (worker, epoch) not in shares:
+                shares[worker, epoch] = plan.share(epoch, owned[worker])
+        step = [shares[worker, epoch].row_ids(offset) for worker in world]
         assert sum(map(len, step)) == plan.rows_in_step(offset)
         if rng.random() < 0.9:  # else a worker died in the step: nobody commits it
             done.append(np.concatenate(step))
