@@ -1,7 +1,7 @@
 """Which rows were trained how often: guarantee G1, audited from the facts about steps alone.
 
 The *final history* is what is left of all committed steps after every roll-back, so a step that was undone and made
-again counts once. It is kept as segments, one per event, 8 bytes a step.
+again counts once. It is kept as segments of consecutive steps of an epoch, 8 bytes a step.
 """
 
 from __future__ import annotations
@@ -79,11 +79,16 @@ def audit_rows(
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of the final history: one event, or what a roll-back left of it."""
+    """Consecutive steps of the final history that consumed consecutive batches. ``times`` grows with them."""
 
     first: int
     times: array[float]
     cursors: Mapping[str, tuple[int, int]]
+
+    def continued_by(self, event: ev.StepsCommitted) -> bool:
+        n = len(self.times)
+        after = {name: (epoch, offset + n) for name, (epoch, offset) in self.cursors.items()}
+        return event.first_step == self.first + n and after == {k: tuple(v) for k, v in event.cursors.items()}
 
     def cut(self, to_step: int) -> Segment | None:
         """Without the steps after ``to_step``."""
@@ -104,7 +109,10 @@ class History:
 
     def add(self, event: ev.StepsCommitted) -> None:
         if event.times:
-            self.segments.append(Segment(event.first_step, array("d", event.times), event.cursors))
+            if self.segments and self.segments[-1].continued_by(event):
+                self.segments[-1].times.extend(event.times)
+            else:
+                self.segments.append(Segment(event.first_step, array("d", event.times), event.cursors))
             self.top = max(self.top, event.first_step + len(event.times) - 1)
             self._newest_loss = None
 

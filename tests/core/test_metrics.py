@@ -507,3 +507,10 @@ def test_pauses_agree_with_a_naive_search(gaps):
         now += gap
         log.append(steps(generation, number + 2, [now]))
     assert [c["pause_s"] for c in summarise(log)["changes"]] == pytest.approx(expected)
+
+
+def test_a_roll_back_cuts_through_events_that_were_joined():
+    log = [started(), frozen(), *(steps(1, n, [float(n)]) for n in range(1, 8)), rolled_back(7, 3), steps(1, 4, [9.0])]
+    out = summarise(log)
+    assert (out["rows_once"], out["rows_twice"], out["rows_open"], out["steps"]) == (40, 0, 60, 4)
+    assert (out["steps_lost"], out["rows_lost"], out["seconds_lost"]) == (4, 40, 4.0)
