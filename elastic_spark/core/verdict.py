@@ -27,7 +27,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
         ("checkpoints", _checkpoints(summary), ""),
         ("resumed from", summary["resumed_from"] or "-", ""),
         ("data", _data(summary["datasets"]), ""),
-        ("time", f"{seconds(summary['wall_s'])}, {summary['warnings']} warnings", ""),
+        ("time", f"{seconds(summary['wall_s'])}, warnings: {summary['warnings']}", ""),
     ]
 
 
