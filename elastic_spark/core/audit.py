@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_spark.core import events as ev
@@ -26,14 +26,14 @@ def expected_rows(frozen: ev.DatasetFrozen, offset: int) -> int:
 
 
 def audit_epoch(
-    frozen: ev.DatasetFrozen, epoch: int, counts: Mapping[int, int], *, finished: bool, inherited: int
+    frozen: ev.DatasetFrozen, epoch: int, counts: Mapping[int, int], *, finished: bool, inherited: Container[int]
 ) -> dict[str, Any]:
     """How often the rows of one epoch are in the final history. ``counts[offset]`` is the number of commits of a batch.
 
     * ``rows_once``, ``rows_twice``: rows of the batches committed exactly once; more than once (each row counted once).
     * ``rows_total``: rows trained = sum over offsets of count * rows.
     * ``rows_never``: rows of the batches without a commit in a *finished* epoch; in the others they are ``rows_open``.
-    * ``rows_inherited``: rows of the batches before ``inherited`` (an offset) that have no commit in this log.
+    * ``rows_inherited``: rows of the ``inherited`` offsets that have no commit in this log.
 
     An epoch is finished when its last batch is committed, or any batch of a later epoch of the data set. So a function
     that returns in the middle of an epoch leaves open rows, and no lost ones.
@@ -44,7 +44,7 @@ def audit_epoch(
         out["rows_total"] += rows * count
         if count:
             out["rows_once" if count == 1 else "rows_twice"] += rows
-        elif offset < inherited:
+        elif offset in inherited:
             out["rows_inherited"] += rows
         else:
             out["rows_never" if finished else "rows_open"] += rows
@@ -54,27 +54,37 @@ def audit_epoch(
 def audit_rows(
     frozen: Mapping[str, ev.DatasetFrozen],
     committed: Iterable[tuple[str, int, int, int]],
-    inherited: Mapping[str, tuple[int, int]],
+    inherited: Iterable[tuple[str, int, int, int]],
 ) -> list[dict[str, Any]]:
     """`audit_epoch` of every epoch from the first to the last one seen, per data set.
 
-    ``committed`` holds ``(dataset, epoch, first_offset, batches)`` of the final history; ``inherited[dataset]`` is the
-    cursor ``(epoch, offset)`` at which this log begins. Data sets that were never frozen cannot be audited: left out.
+    ``committed`` holds ``(dataset, epoch, first_offset, batches)`` of the final history; ``inherited`` likewise
+    ``(dataset, epoch, offset, batches)``, the batches *before* that cursor. Data sets that were never frozen cannot be
+    audited: left out.
     """
     counts: dict[str, dict[int, Counter[int]]] = {name: {} for name in frozen}
     for name, epoch, first, batches in committed:
         if name in frozen:
             counts[name].setdefault(epoch, Counter()).update(range(first, first + batches))
+    before: dict[str, list[range]] = {name: [] for name in frozen}
+    for name, epoch, offset, batches in inherited:
+        if name in frozen:
+            end = epoch * frozen[name].steps_per_epoch + offset
+            before[name].append(range(end - batches, end))
     out = []
     for name, by_epoch in counts.items():
-        last = max(by_epoch, default=-1)
-        start_epoch, start_offset = inherited.get(name, (min(by_epoch, default=0), 0))
-        for epoch in range(min(start_epoch, *by_epoch) if by_epoch else 0, last + 1):
+        length, last = frozen[name].steps_per_epoch, max(by_epoch, default=-1)
+        begins = [epochs.stop // length for epochs in before[name]]
+        for epoch in range(min([*by_epoch, *begins], default=0), last + 1):
             seen = by_epoch.get(epoch, Counter())
-            finished = epoch < last or seen[frozen[name].steps_per_epoch - 1] > 0
-            before = start_offset if epoch == start_epoch else 0
-            out.append(audit_epoch(frozen[name], epoch, seen, finished=finished, inherited=before))
+            finished = epoch < last or seen[length - 1] > 0
+            held = {i - epoch * length for part in before[name] for i in _overlap(part, epoch * length, length)}
+            out.append(audit_epoch(frozen[name], epoch, seen, finished=finished, inherited=held))
     return out
+
+
+def _overlap(part: range, start: int, length: int) -> range:
+    return range(max(part.start, start), min(part.stop, start + length))
 
 
 @dataclass(frozen=True)
@@ -96,11 +106,28 @@ class Segment:
         return Segment(self.first, self.times[:keep], self.cursors) if keep > 0 else None
 
 
+@dataclass(frozen=True)
+class Assumed:
+    """``count`` steps up to ``last`` that a checkpoint holds and this log does not: it ends before they were told, or
+    begins after. ``cursors`` is what follows them; empty while unknown."""
+
+    last: int
+    count: int
+    cursors: Mapping[str, tuple[int, int]]
+
+    def cut(self, to_step: int) -> Assumed | None:
+        """Without the steps after ``to_step``."""
+        back = max(0, self.last - to_step)
+        cursors = {name: (epoch, offset - back) for name, (epoch, offset) in self.cursors.items()}
+        return Assumed(self.last - back, self.count - back, cursors) if back < self.count else None
+
+
 class History:
     """The final history, and what roll-backs cost: steps, rows and seconds (RPO)."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
+        self.assumed: list[Assumed] = []
         self.top = 0
         self.steps_lost = 0
         self.rows_lost = 0
@@ -109,12 +136,20 @@ class History:
 
     def add(self, event: ev.StepsCommitted) -> None:
         if event.times:
+            if self.assumed and not self.assumed[-1].cursors and event.first_step == self.top + 1:
+                self.assumed[-1] = replace(self.assumed[-1], cursors=event.cursors)
             if self.segments and self.segments[-1].continued_by(event):
                 self.segments[-1].times.extend(event.times)
             else:
                 self.segments.append(Segment(event.first_step, array("d", event.times), event.cursors))
             self.top = max(self.top, event.first_step + len(event.times) - 1)
             self._newest_loss = None
+
+    def assume(self, last: int, cursors: Mapping[str, tuple[int, int]]) -> None:
+        """A checkpoint holds the steps up to ``last``, of which this log tells fewer; ``cursors`` follow it."""
+        if last > self.top:
+            self.assumed.append(Assumed(last, last - self.top, cursors))
+            self.top = last
 
     def roll_back(self, from_step: int, to_step: int, frozen: Mapping[str, ev.DatasetFrozen]) -> None:
         """RPO: ``max(from_step, newest step) - to_step`` steps; the rows of those in the log; seconds from the last
@@ -139,9 +174,16 @@ class History:
         if gone:
             self.seconds_lost += max(gone) - (kept[-1].times[-1] if kept else min(gone))
         self.segments, self.top = kept, to_step
+        self.assumed = [left for item in self.assumed if (left := item.cut(to_step)) is not None]
 
     def batches(self) -> Iterable[tuple[str, int, int, int]]:
         """``(dataset, epoch, first_offset, batches)`` of every segment."""
         for segment in self.segments:
             for name, (epoch, offset) in segment.cursors.items():
                 yield name, epoch, offset, len(segment.times)
+
+    def inherited(self) -> Iterable[tuple[str, int, int, int]]:
+        """``(dataset, epoch, offset, batches)``: the batches before that cursor are in a checkpoint at least."""
+        for item in self.assumed:
+            for name, (epoch, offset) in item.cursors.items():
+                yield name, epoch, offset, item.count

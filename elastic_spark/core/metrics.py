@@ -8,8 +8,9 @@ Words: a *commit* is the end of one step, by ``StepsCommitted.times``. The *fina
 commits after every roll-back. A *change* is every generation but the first one of the log.
 
 A driver that takes up a job again (`JobStarted` with ``resumed_step``) rolls back to that step whatever an earlier
-driver had committed beyond it in the same log. If the log holds no earlier driver, the part of the epoch before
-``resumed_cursors`` is *inherited*: this log can neither prove nor doubt it.
+driver had committed beyond it in the same log. What that checkpoint holds and the log does not tell (a driver that was
+killed had not written its last lines; or the log is a later driver's own) is *inherited*: this log can neither prove
+nor doubt it.
 """
 
 from __future__ import annotations
@@ -222,8 +223,6 @@ class Summary:
         self._last_at = 0.0
         self._resumed_from: str | None = None
         self._frozen: dict[str, ev.DatasetFrozen] = {}
-        self._inherited: dict[str, tuple[int, int]] = {}
-        self._guess_inherited = False
         self._history = History()
         self._pauses = PauseMeter()
         self._sizes: list[tuple[float, int]] = []
@@ -268,22 +267,18 @@ class Summary:
             self._end = event
 
     def _add_start(self, event: ev.JobStarted) -> None:
-        begins_here = self._job is None
         self._job, self._end = event, None
         self._resumed_from = event.resumed_from
-        if begins_here:
-            self._inherited = dict(event.resumed_cursors)
-            self._guess_inherited = event.resumed_step > 0 and not event.resumed_cursors
-            self._history.top = event.resumed_step
-        elif self._history.top > event.resumed_step:
+        if self._history.top > event.resumed_step:
             self._history.roll_back(self._history.top, event.resumed_step, self._frozen)
+        self._history.assume(event.resumed_step, event.resumed_cursors)
 
     def _add_generation(self, event: ev.GenerationFormed) -> None:
         key, size = (self._pauses.driver, event.generation), len(event.members)
         if self._sizes:
             self._changes[key] = {
                 "generation": event.generation,
-                "cause": event.cause,
+                "cause": "resumed" if event.cause == "start" else event.cause,  # another driver's first world
                 "at": event.at,
                 "from_size": self._sizes[-1][1],
                 "to_size": size,
@@ -297,8 +292,6 @@ class Summary:
         self._size_of[key] = size
 
     def _add_steps(self, event: ev.StepsCommitted) -> None:
-        if self._guess_inherited:
-            self._inherited, self._guess_inherited = dict(event.cursors), False
         self._history.add(event)
         self._times.extend(event.times)
         key = (self._pauses.driver, event.generation)
@@ -329,7 +322,7 @@ class Summary:
         times = sorted(self._times)
         changes = self._changes_with_times(times)
         pauses = [change["pause_s"] for change in changes if change["pause_s"] is not None]
-        epochs = audit_rows(self._frozen, self._history.batches(), self._inherited)
+        epochs = audit_rows(self._frozen, self._history.batches(), self._history.inherited())
         made = sum(len(segment.times) for segment in self._history.segments)
         job = self._job
         return {

@@ -5,6 +5,7 @@ The terminal, the report and the description of the MLflow run all show these li
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +67,7 @@ def _sizes(sizes: list[tuple[float, int]]) -> str:
 
 
 def _changes(changes: list[dict[str, Any]]) -> str:
-    causes = Counter(change["cause"] for change in changes)
+    causes = Counter(re.sub(r"^w\d+ lost: ", "", change["cause"]) for change in changes)
     return f"{len(changes)}" + (
         f": {', '.join(f'{n} x {cause}' for cause, n in causes.most_common())}" if causes else ""
     )

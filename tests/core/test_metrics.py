@@ -300,6 +300,24 @@ def test_second_driver_in_the_same_log_undoes_what_the_checkpoint_had_not():
     ]
 
 
+def test_what_a_killed_driver_had_not_written_is_inherited_if_a_checkpoint_holds_it():
+    """The log tells of 3 steps, the checkpoint holds 5: 2 batches are taken from it. A jump beyond is still seen."""
+    first = [started(), frozen(rows=80), formed(1, 2, at=0.0, cause="start"), steps(1, 1, [1.0, 2.0, 3.0])]
+    again = started(at=10.0, resumed_from="c5", resumed_step=5, resumed_cursors={"train": (0, 5)})
+    out = summarise([*first, again, formed(1, 2, at=11.0, cause="start"), steps(1, 6, [12.0, 13.0, 14.0])])
+    assert (out["rows_once"], out["rows_inherited"], out["rows_never"], out["steps"]) == (60, 20, 0, 8)
+    assert [c["cause"] for c in out["changes"]] == ["resumed"]
+    out = summarise([*first, again, steps(1, 6, [12.0, 13.0], offset=6)])
+    assert (out["rows_inherited"], out["rows_never"]) == (20, 10)
+    # without cursors in the event, the first step after the resume gives them
+    blind = started(at=10.0, resumed_from="c5", resumed_step=5)
+    out = summarise([*first, blind, steps(1, 6, [12.0]), steps(1, 7, [13.0]), rolled_back(7, 4), steps(1, 5, [14.0])])
+    assert (out["rows_once"], out["rows_inherited"], out["rows_open"]) == (40, 10, 30)
+    assert summarise([*first, blind, rolled_back(5, 0)])["rows_inherited"] == 0
+    other = started(at=10.0, resumed_from="c5", resumed_step=5, resumed_cursors={"other": (0, 5)})
+    assert summarise([*first, other])["rows_inherited"] == 0
+
+
 def test_second_driver_that_lost_nothing():
     log = [started(), steps(1, 1, [1.0]), started(at=5.0, resumed_from="c1", resumed_step=1), steps(1, 2, [6.0])]
     assert summarise(log)["steps_lost"] == 0
