@@ -156,7 +156,7 @@ def _changes_table(summary: Mapping[str, Any], begin: float) -> str:
 
 def _epochs_table(summary: Mapping[str, Any]) -> str:
     names = ("rows_once", "rows_twice", "rows_never", "rows_open", "rows_inherited")
-    heads = ("data set", "epoch", "rows", "once", "twice", "never", "open", "before this log", "finished")
+    heads = ("data set", "epoch", "rows", "once", "twice", "never", "open", "checkpoint only", "finished")
     rows = [
         (e["dataset"], e["epoch"] + 1, e["rows"], *(e[name] for name in names), "yes" if e["finished"] else "no")
         for e in summary["epochs"]

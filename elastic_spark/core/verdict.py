@@ -77,7 +77,7 @@ def _rows(summary: Mapping[str, Any]) -> str:
     if not summary["datasets"]:
         return "not audited: the function reads its own data"
     parts = [f"{summary[f'rows_{what}']:,} {what}" for what in ("once", "twice", "never")]
-    for what, words in (("open", "in an unfinished epoch"), ("inherited", "before this log")):
+    for what, words in (("open", "in an unfinished epoch"), ("inherited", "known from a checkpoint only")):
         if summary[f"rows_{what}"]:
             parts.append(f"{summary[f'rows_{what}']:,} {words}")
     unexplained = summary["rows_unexplained"]
