@@ -77,7 +77,8 @@ def test_bad_news_is_marked():
     }
     found = lines(summary)
     assert found["status"] == ("FAILED: ValueError: x", "bad")
-    text = "0 once, 0 twice, 3 never, 5 in an unfinished epoch, 7 known from a checkpoint only; 11 differ from what workers reported"
+    parts = "0 once, 0 twice, 3 never, 5 in an unfinished epoch, 7 known from a checkpoint only"
+    text = f"{parts}; 11 differ from what workers reported"
     assert found["rows"] == (text, "bad")
     assert found["workers"][0] == "2 -> 3, between 2 and 4"
     assert found["checkpoints"][0] == "0 written, 2 skipped"
