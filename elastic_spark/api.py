@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import cloudpickle
 
-from elastic_spark import errors
+from elastic_spark import closure, errors
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore
 from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
@@ -114,7 +114,12 @@ def run(
 
     context = spark.active_session().sparkContext
     settings = settings.with_workers(spark.offered_slots(context))
-    payload = _pickled(fn, args, kwargs or {})
+    payload = closure.pack(fn, args, kwargs or {})
+    if len(payload) > LARGE_CLOSURE:
+        size = len(payload) >> 20
+        print(
+            f"elastic_spark: the training function carries {size} MB along; give data by data={{...}}", file=sys.stderr
+        )
     streams = _Output(stdout, stderr, settings.verbose, prefix_output_with_timestamp)
     job = _Run(settings, context, payload, data or {}, streams)
     with job.reserved():
@@ -324,6 +329,7 @@ class _Run:
                 max_num_proc=settings.max_num_proc or 0,
                 resumed_from=newest.uri if newest is not None else None,
                 resumed_step=newest.step if newest is not None else 0,
+                resumed_cursors=newest.fields.get("cursors", {}) if newest is not None else {},
                 config=settings.public(),
                 versions=_versions(),
             )
@@ -401,39 +407,6 @@ class _Output:
         stamp = time.strftime("%H:%M:%S ") if self._timestamps else ""
         for line in lines:
             self._stream.write(f"{stamp}[{worker}] {line}\n")
-
-
-def _pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """The call, as the workers get it. What cannot travel is named here, before anything starts."""
-    try:
-        payload: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-    except Exception as error:
-        raise errors.ConfigError(
-            f"the training function cannot be sent to the workers: {error}{_culprit(fn)}. Create sessions, files and "
-            "locks inside of the function"
-        ) from error
-    if len(payload) > LARGE_CLOSURE:
-        print(
-            f"elastic_spark: the training function carries {len(payload) >> 20} MB along; give data by data={{...}}",
-            file=sys.stderr,
-        )
-    return payload
-
-
-def _culprit(fn: Callable[..., Any]) -> str:
-    """The name of the closed-over or global variable that cannot be pickled, where it can be told."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return ""
-    cells = zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=False)
-    candidates = {name: cell.cell_contents for name, cell in cells}
-    candidates.update({name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__})
-    for name, value in candidates.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return f" (the variable {name!r}, a {type(value).__name__})"
-    return ""
 
 
 def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any]:

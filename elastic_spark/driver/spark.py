@@ -266,7 +266,10 @@ def _is_cancelled(reason: str) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """What went wrong, in one line: of a Java exception, its innermost cause's words."""
     java = getattr(error, "java_exception", None)
+    while java is not None and java.getCause() is not None:
+        java = java.getCause()
     text = str(java.getMessage() if java is not None else error) or type(error).__name__
     lines = [line for line in text.splitlines() if line.strip()]
     return " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)[:2000]
