@@ -431,11 +431,20 @@ def test_a_busy_worker_whose_interpreter_is_held_is_heard_through_its_agent() ->
     assert run.job.generation == 1
 
 
-def test_a_worker_that_is_warming_or_done_is_not_judged_by_silence() -> None:
+def test_a_worker_that_is_warming_is_not_judged_by_silence() -> None:
     run = Script(num_proc=2, max_num_proc=3).running()
     run.agent(2)
+    assert of(run.wait(10.0, "w0", "w1"), ev.WorkerLost) == []
+
+
+def test_a_finished_worker_that_freezes_is_killed_so_that_nobody_waits_for_it() -> None:
+    run = Script(num_proc=2).running()
     run(core.Finished("w1"))
-    assert of(run.wait(10.0, "w0"), ev.WorkerLost) == []
+    effects = run.wait(10.0, "w0")
+    one(effects, core.Kill, worker="w1", agent="a1")
+    assert of(effects, ev.WorkerLost) == of(effects, ev.GenerationEnding) == []
+    one(run.ask("w0"), core.Form, members=("w0",))
+    run.ready("w2")
 
 
 def test_a_pause_of_the_driver_is_nobodys_silence_and_runs_into_no_limit() -> None:
@@ -549,8 +558,12 @@ def test_rank_0_has_finished_and_another_is_lost_at_the_end() -> None:
 def test_what_a_finished_worker_returned_stays_when_its_process_or_executor_ends() -> None:
     run = Script(num_proc=2).running()
     run(core.Finished("w0"))
+    effects = run.down("w0")
+    assert of(effects, ev.WorkerLost) == []
+    one(effects, core.Spawn, agent="a0", worker="w2")
     assert run.down("w0") == []
-    assert of(run(core.AgentDown("a0", "gone")), ev.WorkerLost) == []
+    assert of(run(core.AgentDown("a0", "gone")), ev.WorkerLost) != []
+    assert run.job.ending is None
     run(core.Finished("w1"))
     assert run.ended == core.Ended("FINISHED")
 
@@ -563,7 +576,7 @@ def test_rank_0_lost_while_the_others_are_done_they_are_replaced_and_the_job_goe
         run(core.Finished(worker))
     run(core.AgentDown("a3", "gone"))
     effects = run.down("w0")
-    assert [e.worker for e in of(effects, core.Dismiss)] == ["w1", "w2", "w3"]
+    assert [e.worker for e in of(effects, core.Dismiss)] == ["w1", "w2"]
     assert {e.reason for e in of(effects, ev.WorkerLeft)} == {"not needed"}
     assert [e.agent for e in of(effects, core.Spawn)] == ["a0", "a1"]
     one(effects, core.Release, agent="a2", reason="draining")

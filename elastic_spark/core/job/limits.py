@@ -2,7 +2,8 @@
 
 Silence is judged only against others: a worker that is not heard for ``frozen_after_s`` is lost when another one has
 been heard meanwhile; when all are silent nobody is to blame until ``silent_all_after_s``. Imports may hold the
-interpreter for long, so a WARMING worker is judged by its time limit alone.
+interpreter for long, so a WARMING worker is judged by its time limit alone. A worker that has finished is judged too,
+while others may still need it in their last collectives; its value stays.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def take_down_agent(turn: Turn, agent: Agent, cause: str) -> None:
 
 def _judge_silence(turn: Turn) -> None:
     options = turn.job.options
-    workers = [w for w in turn.job.workers.values() if w.stage not in (Stage.WARMING, Stage.DONE)]
+    hosted = [turn.job.workers[agent.worker] for agent in turn.job.agents.values() if agent.worker is not None]
+    workers = [worker for worker in hosted if worker.stage is not Stage.WARMING]
     everybody = all(turn.clock - worker.heard > options.frozen_after_s for worker in workers)
     limit = options.silent_all_after_s if everybody else options.frozen_after_s
     for worker in workers:

@@ -110,10 +110,11 @@ def _gather(turn: Turn, live: list[Worker]) -> None:
 def _supersede(turn: Turn) -> None:
     """Members that finished under a rank 0 that did not: the next world does their part again."""
     for worker in turn.job.done_members():
-        turn.dismiss(worker, "not needed")
         agent = turn.job.agents.get(worker.agent)
-        if agent is None:
+        if agent is None or agent.worker != worker.id:
+            turn.drop(worker)  # its process is gone already
             continue
+        turn.dismiss(worker, "not needed")
         if agent.draining:
             turn.release(agent, "draining")
         else:
