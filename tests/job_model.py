@@ -7,7 +7,6 @@ chooses; `Cluster.quiesce` lets everything happen that is due, as a fair schedul
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -258,9 +257,9 @@ MESHED = ("init", "running", "done")
 
 def replace(item: K, **changes: Any) -> K:
     """As that of dataclasses, several times faster."""
-    item = copy.copy(item)
-    item.__dict__.update(changes)
-    return item
+    changed = object.__new__(type(item))
+    changed.__dict__.update(item.__dict__, **changes)
+    return changed
 
 
 @dataclass(frozen=True)

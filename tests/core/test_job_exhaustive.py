@@ -22,6 +22,7 @@ from elastic_spark.core import job as core
 from elastic_spark.core.job import settle
 
 NEVER = 1e12
+CUT = "the search was cut short"
 
 
 def options(min_num_proc: int) -> core.Options:
@@ -54,7 +55,10 @@ def at_rest(cluster: Cluster) -> Cluster:
 
 
 def key(cluster: Cluster) -> Hashable:
-    """What tells two states apart. Generations and steps count from the present ones, workers go by rank, then age."""
+    """What tells two states apart. Generations and steps count from the present ones. Newcomers go by age.
+
+    Ranks above 0 have no order: it decides nothing but which of several draining members stays, where one must.
+    """
     job, base = cluster.job, max(cluster.job.formed_step, 0)
 
     def seen(name: str) -> Hashable:
@@ -77,7 +81,8 @@ def key(cluster: Cluster) -> Hashable:
 
     names = sorted(job.workers.keys() | cluster.processes.keys(), key=lambda name: int(name[1:]))
     return (
-        tuple(seen(name) for name in job.members),
+        seen(job.members[0]) if job.members else None,
+        tuple(sorted((seen(name) for name in job.members[1:]), key=hash)),
         tuple(seen(name) for name in names if name not in job.members),
         tuple(sorted((min(a.failures, 2), a.draining) for a in job.agents.values() if a.worker is None)),
         len(job.agents),
@@ -196,25 +201,25 @@ def running(min_num_proc: int) -> Cluster:
 def test_one_fault_at_any_moment_of_the_start() -> None:
     found = explore(three_workers(2), 1)
     assert found.dead_ends == []
-    assert (found.states, found.turns) > (3000, 10000), "the search was cut short"
+    assert (found.states, found.turns) > (1500, 5000), CUT
 
 
 def test_two_faults_at_any_moments_of_a_running_world() -> None:
     found = explore(running(1), 2)
     assert found.dead_ends == []
-    assert (found.states, found.turns) > (20000, 80000), "the search was cut short"
+    assert (found.states, found.turns) > (15000, 50000), CUT
 
 
 def test_one_fault_where_all_workers_are_needed() -> None:
     found = explore(running(3), 1, refill=True)
     assert found.dead_ends == []
-    assert (found.states, found.turns) > (1000, 2500), "the search was cut short"
+    assert (found.states, found.turns) > (500, 1000), CUT
 
 
 def test_one_fault_while_the_world_finishes() -> None:
     found = explore(running(2), 1, finish=True)
     assert found.dead_ends == []
-    assert (found.states, found.turns) > (1500, 4000), "the search was cut short"
+    assert (found.states, found.turns) > (1200, 3000), CUT
 
 
 def test_the_search_finds_a_driver_that_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
