@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -301,7 +302,10 @@ class _Run:
         try:
             with _terminated_means_cancelled(controller):
                 _wait(controller)
-            return controller.outcome()
+            ended, values = controller.outcome()
+            if ended.kind == "NotEnoughWorkers":
+                ended = dataclasses.replace(ended, error=f"{ended.error}; {spark.capacity(self.context)}")
+            return ended, values
         finally:
             slots.stop()
             with contextlib.suppress(Exception):  # the context may be stopped: then the broadcast is gone already

@@ -89,6 +89,21 @@ def offered_slots(context: SparkContext) -> int:
     return int(most) if most else int(context.defaultParallelism)
 
 
+def capacity(context: SparkContext) -> str:
+    """How many cores the application's executors have, and how many are free now, in words."""
+    try:
+        executors = context._jsc.sc().statusStore().executorList(True)
+        cores = busy = 0
+        for i in range(executors.size()):
+            executor = executors.apply(i)
+            if executor.id() != "driver" or is_local(context):
+                cores += executor.totalCores()
+                busy += executor.activeTasks()
+    except Exception as error:  # the context may be stopped
+        return f"Spark does not say how many cores there are ({_first_line(error)})"
+    return f"the application's executors have {cores} cores, {max(0, cores - busy)} free"
+
+
 def settings_that_hurt(context: SparkContext) -> list[str]:
     """Sentences about settings that would hurt an elastic job, each with what to set."""
     conf = context.getConf()
