@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ import psutil
 
 from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.manifest import Manifest
+from elastic_spark.errors import EnvironmentUnfit
 from elastic_spark.transport import Channel
 from elastic_spark.worker.session import WorkerSession, bind
 
@@ -36,7 +38,11 @@ def main() -> int:
     os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface(channel.local_host, config.get("nics")))
     from elastic_spark.worker import collective  # imports torch and Horovod: what being warm means
 
-    collective.install(session)
+    try:
+        collective.install(session)
+    except ImportError as error:
+        session.open()
+        return _user_error(session, _unfit(error))
     session.open()
     try:
         function, arguments, keywords = cloudpickle.loads(payload)
@@ -90,6 +96,18 @@ def _call(session: WorkerSession, function: Any, arguments: tuple[Any, ...], key
     return lambda: function(context, *arguments, **keywords)
 
 
+def _unfit(error: ImportError) -> EnvironmentUnfit:
+    """What to do about a Horovod that is missing, or was built without torch or for another one."""
+    from elastic_spark.build_horovod import BUILD_COMMAND
+
+    unfit = EnvironmentUnfit(
+        f"worker without usable Horovod on {socket.gethostname()} ({sys.executable}): {error}. "
+        f"Build it there against the installed torch: {BUILD_COMMAND}"
+    )
+    unfit.__cause__ = error
+    return unfit
+
+
 def _wants_context(function: Any) -> bool:
     try:
         names = list(inspect.signature(function).parameters)
@@ -100,7 +118,7 @@ def _wants_context(function: Any) -> bool:
 
 def _interface(address: str, nics: list[str] | None) -> str:
     """The network interface for Gloo: the one given that this machine has, else the one that reaches the driver."""
-    present = psutil.net_if_addrs()
+    present: dict[str, list[Any]] = psutil.net_if_addrs()
     for name in nics or ():
         if name in present:
             return name

@@ -206,8 +206,7 @@ class ElasticState(State):  # type: ignore[misc]
         """SHA-256 of everything, and of each part by name: on this all ranks must agree."""
         body, tensors = self.capture()
         parts = {
-            name: hashlib.sha256(memoryview(tree.as_bytes(tensor).numpy())).hexdigest()
-            for name, tensor in tensors.items()
+            name: hashlib.sha256(tree.as_bytes(tensor).numpy().data).hexdigest() for name, tensor in tensors.items()
         }
         parts["(the rest)"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest(), parts

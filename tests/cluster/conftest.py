@@ -71,7 +71,9 @@ class Job:
         self._thread = threading.Thread(target=body, daemon=True)
         self._thread.start()
 
-    def count(self, epochs: int, rows: int = ROWS, on_step: Callable[[Any], None] | None = None, **options: Any) -> None:
+    def count(
+        self, epochs: int, rows: int = ROWS, on_step: Callable[[Any], None] | None = None, **options: Any
+    ) -> None:
         """Start the counting model. While the file ``slow`` is there it takes its time, and half-way it takes more, so
         that it does not end before the test has done what it wants to do, on however slow a machine."""
         slow, half = str(self.slow), epochs * rows // BATCH // 2

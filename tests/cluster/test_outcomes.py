@@ -64,14 +64,15 @@ def test_mismatched_collectives_end_the_job_instead_of_resetting_for_ever(job: J
         loop(state)
 
     job.run(mismatched)
-    with pytest.raises(UserCodeFailed, match="[Mm]ismatched"):
+    with pytest.raises(UserCodeFailed, match="Mismatched"):
         job.done(limit_s=60.0)
 
 
 def test_too_few_slots_is_an_error_with_the_numbers_and_the_next_call_works(job: Job) -> None:
     job.run(lambda: 1, num_proc=5, min_num_proc=5, start_timeout=25.0)
     started = time.monotonic()
-    with pytest.raises(NotEnoughWorkers, match="asked for 5 workers.*3 executors' slots answered.*have 3 cores, 0 free"):
+    told = r"asked for 5 workers.*3 executors' slots answered.*have 3 cores, 0 free"
+    with pytest.raises(NotEnoughWorkers, match=told):
         job.done()
     assert time.monotonic() - started < 60.0
     again = es.run(
@@ -84,7 +85,7 @@ def test_it_starts_with_what_is_there_when_that_is_enough(job: Job) -> None:
     job.count(epochs=1, num_proc=5, min_num_proc=2)
     job.hurry()
     result = job.done(limit_s=80.0)
-    assert [size for _, size in result.summary["world_sizes"]][0] == 3
+    assert result.summary["world_sizes"][0][1] == 3
     job.assert_counted(result, epochs=1)
 
 
