@@ -1,0 +1,303 @@
+"""`make bench-recovery`: how long training stands still when an executor, a worker or a machine's time goes away.
+
+One standalone cluster of one-core executors, one long job of a small MLP (256-512-512-10, batch 32 a worker, SGD with
+momentum, 20 ms of sleep a step to stand for compute, one thread a worker), and one fault after the other:
+
+    kill_executor   kill -9 of the executor's JVM          kill_worker   kill -9 of the Horovod process
+    frozen          SIGSTOP of the Horovod process         drain         Spark decommissions a worker node
+    join            the newcomer that follows each loss    spare         as kill_worker, with a warm spare at hand
+    second_fault    a second worker killed 0 to 300 ms after the first (of four)
+    newcomer        a newcomer killed between its being called and its first step
+
+A pause is the longest gap between two committed steps around the fault, from the job's event log. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import elastic_spark as es
+from elastic_spark.core import events as ev
+from elastic_spark.testing import StandaloneCluster
+
+STEP_SLEEP_S = 0.02
+
+
+def train(ctx: Any, stop: str) -> int:
+    """The workload; ends when the file ``stop`` is there."""
+    import horovod.torch as hvd
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    state = es.ElasticState(model=model, optimizer=optimizer, last=False)
+    loss_fn = torch.nn.CrossEntropyLoss()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> int:
+        while not state.last:
+            # All ranks must leave after the same step: rank 0 looks every 50 steps, and tells.
+            if state.step % 50 == 0:
+                last = hvd.broadcast(torch.tensor([int(os.path.exists(stop))]), root_rank=0, name="last")
+                state.last = bool(last.item())
+            optimizer.zero_grad()
+            loss_fn(model(torch.randn(32, 256)), torch.randint(0, 10, (32,))).backward()
+            optimizer.step()
+            time.sleep(STEP_SLEEP_S)
+            state.commit()
+        return int(state.step)
+
+    return loop(state)
+
+
+class Story:
+    """The event log of the running job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def events(self, *kinds: type[ev.Event]) -> list[Any]:
+        if not self._path.exists():
+            return []
+        with self._path.open(encoding="utf-8") as lines:
+            return [event for event in ev.read_log(lines) if isinstance(event, kinds)]
+
+    def world(self) -> tuple[str, ...]:
+        """Members of the world that runs undisturbed, or ()."""
+        formed, running, ending = (
+            self.events(kind) for kind in (ev.GenerationFormed, ev.GenerationRunning, ev.GenerationEnding)
+        )
+        if not running or formed[-1].generation != running[-1].generation:
+            return ()
+        return () if ending and ending[-1].generation == formed[-1].generation else tuple(formed[-1].members)
+
+    def spawned(self, worker: str) -> ev.WorkerSpawned:
+        return next(event for event in self.events(ev.WorkerSpawned) if event.worker == worker)
+
+    def times(self) -> list[float]:
+        return sorted(at for event in self.events(ev.StepsCommitted) for at in event.times)
+
+    def gap(self, since: float, until: float) -> float:
+        """The longest gap between two committed steps that ends after ``since`` and begins before ``until``."""
+        times = self.times()
+        return max((b - a for a, b in itertools.pairwise(times) if b > since and a < until), default=0.0)
+
+
+@contextmanager
+def job(cluster: StandaloneCluster, folder: Path, name: str, **options: Any) -> Iterator[Story]:
+    """``es.run`` beside the faults."""
+    stop = folder / f"{name}.stop"
+    failed: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            es.run(
+                train,
+                args=(str(stop),),
+                tracking=False,
+                verbose=0,
+                work_dir=str(folder),
+                job_name=name,
+                min_num_proc=1,
+                stdout=open(folder / f"{name}.txt", "a"),  # noqa: SIM115
+                **options,
+            )
+        except BaseException as error:
+            failed.append(error)
+
+    cluster.session("bench-recovery")
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    try:
+        yield Story(folder / name / "events.jsonl")
+    finally:
+        stop.touch()
+        thread.join(120)
+    if failed or thread.is_alive():
+        raise RuntimeError(f"the job of {name} did not end well") from (failed[0] if failed else None)
+
+
+class Faults:
+    """Makes one fault after the other and measures what follows."""
+
+    def __init__(self, cluster: StandaloneCluster, story: Story, size: int, rng: random.Random) -> None:
+        self.cluster, self.story, self.size, self.rng = cluster, story, size, rng
+        self.pauses: dict[str, list[float]] = {}
+        self.survived: dict[str, list[bool]] = {}
+
+    def ready(self, ready_workers: int = 0) -> tuple[str, ...]:
+        """A full world that has run for a second (and so many warm spares)."""
+
+        def full() -> tuple[str, ...]:
+            world = self.story.world()
+            if len(world) < self.size or self.story.times()[-1] - self.story.events(ev.GenerationRunning)[-1].at < 1.0:
+                return ()
+            warm = {event.worker for event in self.story.events(ev.WorkerReady)} - set(world)
+            gone = {event.worker for event in self.story.events(ev.WorkerLost)}
+            return world if len(warm - gone) >= ready_workers else ()
+
+        return self.cluster.wait_for(full, 120, "a full world")
+
+    def after(self, kind: str, at: float, gone: set[str], limit_s: float = 40.0) -> None:
+        """Wait until a world without ``gone`` has made steps; note the pause."""
+
+        def on() -> bool:
+            world = self.story.world()
+            running = self.story.events(ev.GenerationRunning)
+            return (
+                bool(world)
+                and not gone & set(world)
+                and bool([t for t in self.story.times() if t > running[-1].at + 0.3])
+            )
+
+        try:
+            self.cluster.wait_for(on, limit_s, f"life after {kind}")
+        except TimeoutError:
+            self.survived.setdefault(kind, []).append(False)
+            raise
+        self.survived.setdefault(kind, []).append(True)
+        self.pauses.setdefault(kind, []).append(self.story.gap(at, at + 6.0))
+
+    def kill_worker(self, kind: str = "kill_worker") -> None:
+        victim = self.rng.choice(self.ready(1 if kind == "spare" else 0))
+        at = time.time()
+        os.kill(self.story.spawned(victim).pid, signal.SIGKILL)
+        self.after(kind, at, {victim})
+
+    def kill_executor(self) -> None:
+        victim = self.rng.choice(self.ready())
+        executor = self.story.spawned(victim).executor
+        at = time.time()
+        self.cluster.kill_executor(executor)
+        self.after("kill_executor", at, {victim})
+
+    def freeze(self) -> None:
+        victim = self.rng.choice(self.ready())
+        at = time.time()
+        self.cluster.freeze(self.story.spawned(victim).pid)
+        self.after("frozen", at, {victim})
+
+    def second_fault(self) -> None:
+        first, second = self.rng.sample(self.ready(), 2)
+        pids = [self.story.spawned(worker).pid for worker in (first, second)]
+        at = time.time()
+        os.kill(pids[0], signal.SIGKILL)
+        threading.Event().wait(self.rng.uniform(0.0, 0.3))  # the fault is the delay
+        os.kill(pids[1], signal.SIGKILL)
+        self.after("second_fault", at, {first, second})
+
+    def kill_newcomer(self) -> None:
+        """Kill one, wait for its successor to be called, and kill that too."""
+        self.kill_worker("kill_worker_before_newcomer")
+        before = len(self.story.events(ev.GenerationFormed))
+
+        def called() -> list[str]:
+            formed = self.story.events(ev.GenerationFormed)[before:]
+            return [worker for event in formed for worker in event.joined]
+
+        newcomer = self.cluster.wait_for(called, 60, "a newcomer")[0]
+        at = time.time()
+        os.kill(self.story.spawned(newcomer).pid, signal.SIGKILL)
+        self.after("newcomer_killed", at, {newcomer})
+
+    def drain(self) -> None:
+        victim = self.rng.choice(self.ready())
+        executor = self.story.spawned(victim).executor
+        node = next(item.worker for item in self.cluster.executors() if item.id == executor)
+        at = time.time()
+        self.cluster.decommission(next(worker for worker in self.cluster.workers if worker.name == node))
+        self.after("drain", at, {victim})
+        self.cluster.add_worker()
+
+
+def joins(story: Story) -> list[float]:
+    """The pause of each generation that only took newcomers in."""
+    pauses = []
+    for event in story.events(ev.GenerationFormed):
+        if event.generation > 1 and event.joined and not event.lost and not event.left:
+            pauses.append(story.gap(event.at - 0.5, event.at + 1.0))
+    return pauses
+
+
+def lost_steps(story: Story) -> int:
+    return max((event.from_step - event.to_step for event in story.events(ev.StepsRolledBack)), default=0)
+
+
+def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    figures: dict[str, Any] = {"trials": trials, "seed": seed}
+    pauses: dict[str, list[float]] = {}
+    survived: dict[str, list[bool]] = {}
+    lost = 0
+    plan: list[tuple[str, int, dict[str, Any], list[Callable[[Faults], None]]]] = [
+        (
+            "three",
+            3,
+            {"num_proc": 3},
+            [Faults.kill_executor, Faults.kill_worker, Faults.freeze, Faults.kill_newcomer, Faults.drain],
+        ),
+        ("four", 4, {"num_proc": 4}, [Faults.second_fault]),
+        ("spare", 3, {"num_proc": 3, "spares": 1}, [lambda faults: faults.kill_worker("spare")]),
+    ]
+    for name, size, options, kinds in plan:
+        with StandaloneCluster(workers=size + options.get("spares", 0)) as cluster:
+            with job(cluster, folder, name, **options) as story:
+                faults = Faults(cluster, story, size, rng)
+                for kind in kinds:
+                    for trial in range(trials):
+                        kind(faults)
+                        last = {kind: round(values[-1], 3) for kind, values in faults.pauses.items()}
+                        say(f"{name}: trial {trial + 1} of {trials}: {last}")
+                faults.ready()
+            pauses.update(faults.pauses)
+            survived.update(faults.survived)
+            pauses.setdefault("join", []).extend(joins(story))
+            lost = max(lost, lost_steps(story))
+            figures.setdefault("drain_lost_steps", lost_steps(story))
+    for kind, values in pauses.items():
+        figures[f"{kind}_pause_s_p50"] = round(statistics.median(values), 3)
+        figures[f"{kind}_pause_s_p95"] = round(sorted(values)[min(len(values) - 1, int(0.95 * len(values)))], 3)
+        figures[f"{kind}_pauses"] = len(values)
+    figures["spare_rto_s_p50"] = figures["spare_pause_s_p50"]
+    figures["lost_committed_steps_max"] = lost
+    figures["second_fault_ok"] = statistics.mean(survived["second_fault"])
+    figures["newcomer_killed_ok"] = statistics.mean(survived["newcomer_killed"])
+    return figures
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="3 trials of each")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-recovery-", ignore_cleanup_errors=True) as folder:
+        figures = measure(3 if options.quick else options.trials, Path(folder), options.seed)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
