@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from elastic_spark.build_horovod import BUILD_COMMAND
 from elastic_spark.cli import main
 from elastic_spark.config import JobConfig
 
@@ -34,19 +35,32 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def run_locally(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYSPARK_PYTHON"}
+    conf = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
+    environment["PYSPARK_SUBMIT_ARGS"] = " ".join(f"--conf {option}" for option in conf) + " pyspark-shell"
+    command = [
+        sys.executable, "-m", "elastic_spark.cli", "run", f"{script}:train", "--master", "local[2]", "--num-proc", "2",
+        "--no-tracking", "--work-dir", str(script.parent / "work"), *options,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=115, env=environment, cwd=script.parent)
+
+
 def test_run_trains_a_function_of_a_file(script: Path) -> None:
     """Executors have no copy of the file: the function and what it uses travel by value."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYSPARK_PYTHON"}
-    options = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
-    environment["PYSPARK_SUBMIT_ARGS"] = " ".join(f"--conf {option}" for option in options) + " pyspark-shell"
-    command = [
-        sys.executable, "-m", "elastic_spark.cli", "run", f"{script}:train", "--master", "local[2]",
-        "--num-proc", "2", "--no-tracking", "--work-dir", str(script.parent / "work"),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115, env=environment, cwd=script.parent)
+    done = run_locally(script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0: 42.0\nrank 1: 42.0\n" in done.stdout
     assert "events.jsonl" in done.stdout
+
+
+def test_unusable_horovod_is_named_with_the_command_that_builds_it(script: Path) -> None:
+    (script.parent / "broken" / "horovod").mkdir(parents=True)
+    (script.parent / "broken" / "horovod" / "__init__.py").write_text("raise ImportError('torch was not found')\n")
+    done = run_locally(script, "--env", f"PYTHONPATH={script.parent / 'broken'}")
+    assert done.returncode == 1, done.stdout[-3000:]
+    assert "torch was not found" in done.stderr
+    assert f"against the installed torch: {BUILD_COMMAND}" in done.stderr
 
 
 @pytest.mark.parametrize(
