@@ -165,7 +165,7 @@ class Store:
             except Exception as error:
                 raise Refused(f"no Databricks host and token for {self.uri!r}: {error}") from error
         with one_at_a_time(self.uri if self.run_id is None else ""):
-            return MlflowClient(tracking_uri=self.uri)
+            return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     def _resume(self, running: bool) -> None:
         client, run_id = self._client(), self.meta["run_id"]

@@ -33,7 +33,11 @@ class Submitted:
 
     def submit(self) -> None:
         self.process = self.cluster.spark_submit(
-            SCRIPT, str(self.folder), str(ROWS), str(EPOCHS), conf={"spark.cores.max": "2"}
+            SCRIPT,
+            *(str(self.folder), str(ROWS), str(EPOCHS)),
+            conf={"spark.cores.max": "2"},
+            stdout=open(self.folder / "driver.txt", "a"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
         )
 
     def events(self, *kinds: type[ev.Event]) -> list[Any]:
@@ -45,10 +49,10 @@ class Submitted:
     def wait_checkpoint(self, after: int = 0) -> None:
         def there() -> bool:
             assert self.process is not None
-            assert self.process.poll() is None, "the driver ended"
+            assert self.process.poll() is None, f"the driver ended: {(self.folder / 'driver.txt').read_text()[-3000:]}"
             return len(self.events(ev.CheckpointWritten)) > after
 
-        self.cluster.wait_for(there, 80.0, "a checkpoint")
+        self.cluster.wait_for(there, 110.0, "a checkpoint")
 
     def driver_pid(self) -> int:
         """The Python driver: the child of spark-submit's JVM that runs the script."""
@@ -112,11 +116,16 @@ def test_a_killed_driver_is_resumed_by_the_second_submit(submitted: Submitted) -
     assert (summary["rows_once"], summary["rows_twice"], summary["rows_never"]) == (ROWS * EPOCHS, 0, 0)
 
 
-def test_a_terminated_driver_is_killed_and_leaves_nothing(submitted: Submitted) -> None:
+@pytest.mark.parametrize("whole_group", [False, True], ids=["the driver alone", "with its JVM"])
+def test_a_terminated_driver_is_killed_and_leaves_nothing(submitted: Submitted, whole_group: bool) -> None:
     submitted.submit()
     submitted.wait_checkpoint()
     workers = submitted.worker_pids()
-    os.kill(submitted.driver_pid(), signal.SIGTERM)
+    if whole_group:
+        assert submitted.process is not None
+        os.killpg(submitted.process.pid, signal.SIGTERM)
+    else:
+        os.kill(submitted.driver_pid(), signal.SIGTERM)
     submitted.assert_gone(workers)
     assert submitted.process is not None
     assert submitted.process.wait(timeout=60) != 0
