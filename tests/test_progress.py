@@ -69,8 +69,12 @@ def test_a_real_terminal(golden):
         progress = Progress(stream)
         for event in golden[:30]:
             progress.publish(event)
-        text = os.read(leader, 1 << 16).decode()
+        stream.write("\0")
+    text = b""
+    while not text.endswith(b"\0"):
+        text += os.read(leader, 1 << 16)
     os.close(leader)
+    text = text.decode()
     assert "\rsteps" not in text
     assert "generation 1: 4 workers" in text
     assert "\repoch 1 batch" in text.replace("\r\n", "\n")

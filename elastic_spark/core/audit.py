@@ -174,7 +174,7 @@ class History:
         if gone:
             self.seconds_lost += max(gone) - (kept[-1].times[-1] if kept else min(gone))
         self.segments, self.top = kept, to_step
-        self.assumed = [left for item in self.assumed if (left := item.cut(to_step)) is not None]
+        self.assumed = [held for item in self.assumed if (held := item.cut(to_step)) is not None]
 
     def batches(self) -> Iterable[tuple[str, int, int, int]]:
         """``(dataset, epoch, first_offset, batches)`` of every segment."""
