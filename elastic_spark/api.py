@@ -216,6 +216,7 @@ class _Run:
             if tracker is not None:
                 tracker.finish(status, summary=figures, artifacts=self._artifacts(path))
                 self.run_id = tracker.run_id
+                self.job_file.set_run(self.run_id)
         _raise_if_failed(ended)
         values = [cloudpickle.loads(blob) if blob is not None else None for blob in blobs]
         return Result(values, self.run_id, str(path), figures)
@@ -390,9 +391,12 @@ class _Run:
 
         artifacts = {"elastic/events.jsonl": str(path)}
         page = self.work / "report.html"
-        with path.open(encoding="utf-8") as lines:
-            page.write_text(render_html(list(ev.read_log(lines)), self.name), encoding="utf-8")
-        artifacts["elastic/report.html"] = str(page)
+        try:
+            with path.open(encoding="utf-8") as lines:
+                page.write_text(render_html(list(ev.read_log(lines)), self.name), encoding="utf-8")
+            artifacts["elastic/report.html"] = str(page)
+        except Exception as error:  # the job's end must be told whatever happens to its report
+            print(f"elastic_spark: no report: {type(error).__name__}: {error}", file=sys.stderr)
         return artifacts
 
 

@@ -113,7 +113,10 @@ def test_a_killed_driver_is_resumed_by_the_second_submit(submitted: Submitted) -
     assert submitted.run().info.status == "FINISHED"
     summary = story["summary"]
     assert summary["resumed_from"] in {event.uri for event in submitted.events(ev.CheckpointWritten)}
-    assert (summary["rows_once"], summary["rows_twice"], summary["rows_never"]) == (ROWS * EPOCHS, 0, 0)
+    assert (summary["rows_twice"], summary["rows_never"]) == (0, 0)
+    # A killed driver may take the log lines of its last step along; the checkpoint holds the step all the same.
+    assert summary["rows_once"] + summary["rows_inherited"] == ROWS * EPOCHS
+    assert summary["rows_inherited"] <= 3 * 24
 
 
 @pytest.mark.parametrize("whole_group", [False, True], ids=["the driver alone", "with its JVM"])
