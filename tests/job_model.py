@@ -268,8 +268,8 @@ class Process:
 
     ``phase``: warming, waiting (for an assignment), init, running, done. ``generation``: of its assignment.
     ``step``: the newest that it has committed. ``told``: a notice has come; ``broken``: this generation was broken.
-    ``fault``: "dead" or "frozen": it does nothing any more, and whoever waits for a frozen one waits. ``in_flight``:
-    what it sent before may still arrive.
+    ``fault``: "dead", "frozen" or "hanging": it does nothing any more; whoever waits for one that is not dead waits.
+    ``in_flight``: what it sent before may still arrive.
     """
 
     id: str
