@@ -8,7 +8,7 @@ said so: this is where "no committed step lost" is checked, by the figures thems
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elastic_spark.core import events as ev
@@ -26,7 +26,7 @@ class Report:
 
 
 class Ledger:
-    """Not thread-safe: the controller's own."""
+    """Not thread-safe: the controller's own. ``committed``: the newest committed step."""
 
     def __init__(self, committed: int = 0) -> None:
         self.committed = committed
@@ -45,58 +45,57 @@ class Ledger:
     def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
         """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""
         wanted = self._members - gone
-        steps: list[int] = []
-        while wanted and wanted <= self._pending.get(self.committed + len(steps) + 1, {}).keys():
-            steps.append(self.committed + len(steps) + 1)
-        return self._commit(steps, now)
+        return self._commit(lambda step: bool(wanted) and wanted <= self._pending[step].keys(), now)
 
     def begin(self, generation: int, members: Iterable[str], step: int, cause: str, now: float) -> list[ev.Event]:
-        """A generation starts from the state of ``step``: what leads up to it is committed, what lies beyond is not."""
-        steps: list[int] = []
-        while self.committed + len(steps) < step and self.committed + len(steps) + 1 in self._pending:
-            steps.append(self.committed + len(steps) + 1)
-        facts = self._commit(steps, now)
+        """A generation starts from the state of ``step``: what leads up to it is committed, what lies beyond is not.
+
+        Where nobody lived to report the last steps of a checkpoint, that is said. A generation that is older than one
+        that has begun is passed over.
+        """
+        if generation <= self._generation:
+            return []
+        facts = self._commit(lambda pending: pending <= step, now)
         if step < self.committed:
             facts.append(ev.StepsRolledBack(at=now, from_step=self.committed, to_step=step, cause=cause))
+        elif step > self.committed:
+            message = f"steps {self.committed + 1} to {step}, which it starts from, were reported by nobody"
+            facts.append(ev.Warned(at=now, where=f"generation {generation}", message=message))
         self.committed = step
         self._generation, self._members, self._pending = generation, frozenset(members), {}
         return facts
 
     def close(self, now: float) -> list[ev.Event]:
         """The job ends: every step that any member reported was committed there."""
-        steps: list[int] = []
-        while self.committed + len(steps) + 1 in self._pending:
-            steps.append(self.committed + len(steps) + 1)
-        return self._commit(steps, now)
+        return self._commit(lambda step: True, now)
 
-    def _commit(self, steps: list[int], now: float) -> list[ev.Event]:
+    def _commit(self, holds: Callable[[int], bool], now: float) -> list[ev.Event]:
+        """Commit the next steps for as long as somebody has reported them and it ``holds`` for each."""
         facts: list[ev.Event] = []
-        run: list[tuple[int, dict[str, Report]]] = []
-        for step in steps:
+        run: list[dict[str, Report]] = []
+        while (step := self.committed + 1) in self._pending and holds(step):
+            self.committed = step
             reports = self._pending.pop(step)
-            if run and not _continues(run[-1][1], reports):
-                facts.append(self._fact(run, now))
+            if run and not _continues(run[-1], reports):
+                facts.append(self._fact(run, step - len(run), now))
                 run = []
-            run.append((step, reports))
+            run.append(reports)
             values = _means(reports)
             if values:
                 facts.append(ev.MetricsReported(at=now, step=step, values=values))
         if run:
-            facts.append(self._fact(run, now))
-        if steps:
-            self.committed = steps[-1]
+            facts.append(self._fact(run, self.committed + 1 - len(run), now))
         return facts
 
-    def _fact(self, run: list[tuple[int, dict[str, Report]]], now: float) -> ev.StepsCommitted:
-        first_step, first_reports = run[0]
+    def _fact(self, run: list[dict[str, Report]], first_step: int, now: float) -> ev.StepsCommitted:
         return ev.StepsCommitted(
             at=now,
             generation=self._generation,
             first_step=first_step,
-            times=tuple(min(item.at for item in reports.values()) for _, reports in run),
-            cursors=_cursors(first_reports),
-            rows=sum(item.rows for _, reports in run for item in reports.values()),
-            missing=len(self._members) - len(first_reports),
+            times=tuple(min(item.at for item in reports.values()) for reports in run),
+            cursors=_cursors(run[0]),
+            rows=sum(item.rows for reports in run for item in reports.values()),
+            missing=len(self._members) - len(run[0]),
         )
 
 
