@@ -153,9 +153,10 @@ def test_a_corrupt_newest_checkpoint_is_passed_over_with_the_reason(submitted: S
     (submitted.folder / "slow").unlink()
     submitted.submit()
     assert submitted.process.wait(timeout=110) == 0
-    rejected = submitted.events(ev.CheckpointRejected)
-    assert [event.uri for event in rejected] == [newest.uri]
-    assert "state.safetensors" in rejected[0].reason
+    # A write that the end of the driver cut short may be passed over too.
+    rejected = {event.uri: event.reason for event in submitted.events(ev.CheckpointRejected)}
+    assert "state.safetensors" in rejected[newest.uri]
+    assert before.uri not in rejected
     story = json.loads((submitted.folder / "result.json").read_text())
     assert story["summary"]["resumed_from"] == before.uri
     assert_exact(story["w"], EPOCHS)
