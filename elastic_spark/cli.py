@@ -173,7 +173,10 @@ def _run(command: str, given: dict[str, Any]) -> None:
     flags = {item.name: given[item.name] for item in dataclasses.fields(JobConfig)}
     flags["nics"] = tuple(name for names in flags["nics"] for name in names.split(",")) or None
     flags["env"] = _pairs("--env", flags["env"]) or None
-    options = {**_nested(given["sets"]), **{name: value for name, value in flags.items() if value is not None}}
+    options = _nested(given["sets"])
+    if flags["env"] and isinstance(options.get("env"), dict):
+        flags["env"] = {**options["env"], **flags["env"]}
+    options.update({name: value for name, value in flags.items() if value is not None})
     settings = JobConfig.resolve(given["file"], **options)  # a wrong option is told before Spark starts
     data, conf = _pairs("--data", given["data"]), _pairs("--conf", given["conf"])
     arguments = {name: _yaml(value) for name, value in _pairs("--arg", given["arg"]).items()}
@@ -245,7 +248,8 @@ def _as_arguments(given: Mapping[str, Any]) -> list[str]:
             if isinstance(item, bool):
                 words.append(flag if item else f"--no-{flag[2:]}")
             else:
-                words += [flag, f"{item.partition('=')[0]}=..." if name == "env" else str(item)]
+                secret = name == "env" or (name == "sets" and item.startswith("env."))
+                words += [flag, f"{item.partition('=')[0]}=HIDDEN" if secret else str(item)]
     return words
 
 

@@ -69,10 +69,10 @@ def test_unusable_horovod_is_named_with_the_command_that_builds_it(script: Path)
         (["nowhere.py:train"], 2, "expected an existing FILE.py"),
         (["SCRIPT"], 2, "expected an existing FILE.py"),
         (["SCRIPT:other"], 2, "has no function 'other'"),
-        (["SCRIPT:train", "--num-proc", "0"], 1, "num_proc=0"),
+        (["SCRIPT:train", "--num-proc", "0"], 2, "num_proc=0"),
         (
             ["SCRIPT:train", "--min-num-proc", "3", "--max-num-proc", "2"],
-            1,
+            2,
             "min_num_proc=3 is more than max_num_proc=2",
         ),
         (["SCRIPT:train", "--env", "NAME"], 2, "expected NAME=VALUE"),

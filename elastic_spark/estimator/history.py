@@ -11,14 +11,17 @@ from elastic_spark.core import events as ev
 def history(log: Iterable[ev.Event]) -> list[dict[str, Any]]:
     """For each epoch ``{"epoch": from 0, "loss": mean over its steps}``, with validation also ``val_...``.
 
-    A step that was undone and made again counts as it was made last.
+    A step that was undone and made again counts as it was made last. A step of which a lost worker's report is missing
+    is left out, because the mean over the others is not the loss of the global batch.
     """
     epoch_of: dict[int, int] = {}
     values_at: dict[int, dict[str, float]] = {}
+    partial: set[int] = set()
     for event in log:
         if isinstance(event, ev.StepsCommitted) and "train" in event.cursors:
-            for i in range(len(event.times)):
-                epoch_of[event.first_step + i] = event.cursors["train"][0]
+            steps = range(event.first_step, event.first_step + len(event.times))
+            epoch_of.update(dict.fromkeys(steps, event.cursors["train"][0]))
+            partial = partial.union(steps) if event.missing else partial.difference(steps)
         elif isinstance(event, ev.MetricsReported):
             values_at[event.step] = dict(event.values)
     losses: dict[int, list[float]] = {}
@@ -28,7 +31,7 @@ def history(log: Iterable[ev.Event]) -> list[dict[str, Any]]:
         epoch = epoch_of.get(step, epoch)
         values = values_at.get(step, {})
         entry = story.setdefault(epoch, {"epoch": epoch, "loss": None})
-        if "loss" in values:
+        if "loss" in values and step not in partial:
             losses.setdefault(epoch, []).append(values["loss"])
             entry["loss"] = sum(losses[epoch]) / len(losses[epoch])
         entry.update({name: value for name, value in values.items() if name != "loss"})

@@ -73,7 +73,7 @@ def prediction_udf(predictor: Predictor) -> Callable[..., Any]:
         for columns in batches:
             yield load(columns if isinstance(columns, tuple) else (columns,))
 
-    return F.arrow_udf(predict, kind, F.ArrowUDFType.SCALAR_ITER)  # type: ignore[attr-defined, no-any-return]
+    return F.arrow_udf(predict, kind)  # type: ignore[no-any-return]
 
 
 def _pandas_udf(payload: bytes, widths: list[int], kind: T.DataType) -> Callable[..., Any]:
@@ -85,7 +85,9 @@ def _pandas_udf(payload: bytes, widths: list[int], kind: T.DataType) -> Callable
             columns = series if isinstance(series, tuple) else (series,)
             yield load(tuple(pa.Array.from_pandas(column) for column in columns)).to_pandas()
 
-    return F.pandas_udf(predict, kind, F.PandasUDFType.SCALAR_ITER)  # type: ignore[attr-defined, no-any-return]
+    # As objects, where Spark looks for them: as text they could not be resolved, because pandas is imported here alone.
+    predict.__annotations__ = {"batches": Iterator[tuple[pd.Series, ...]], "return": Iterator[pd.Series]}
+    return F.pandas_udf(predict, kind)  # type: ignore[attr-defined, no-any-return]
 
 
 def _whole(column: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
