@@ -31,16 +31,15 @@ from elastic_spark.core.order import Int64s
 from elastic_spark.errors import DataError
 from elastic_spark.worker.rows import RowStore, record_type
 
-#: Bytes and rows gathered at a time: enough to make the cost of a call small, few enough for the processor's cache.
-BLOCK_BYTES, BLOCK_ROWS = 4 << 20, 32_768
+#: Bytes and rows gathered at a time: enough to make the cost of a call small. Temporary arrays of so many numbers of
+#: four bytes stay below 128 KiB, from where on malloc asks the kernel for fresh pages each time.
+BLOCK_BYTES, BLOCK_ROWS = 4 << 20, 30_000
 
 #: Threads that make blocks.
 THREADS = 2
 
 
 Bytes = npt.NDArray[np.uint8]
-#: The same records as items of different types: dtype -> [n, record bytes / item bytes].
-Views = dict[torch.dtype, torch.Tensor]
 
 
 class BatchLayout:
@@ -50,17 +49,38 @@ class BatchLayout:
         records = record_type(manifest.columns)
         self.record_bytes = records.itemsize
         offsets = {name: int(field[1]) for name, field in (records.fields or {}).items()}
-        #: Column -> dtype, items from one record to the next, first item, width.
-        self.columns: dict[str, tuple[torch.dtype, int, int, int]] = {}
+        #: Column -> dtype, first item, width.
+        self.columns: dict[str, tuple[torch.dtype, int, int]] = {}
         for column in manifest.columns:
             kind: torch.dtype = getattr(torch, column.dtype)
-            size = kind.itemsize
-            self.columns[column.name] = (kind, records.itemsize // size, offsets[column.name] // size, column.width)
-        self._kinds = {torch.uint8, *(kind for kind, *_ in self.columns.values())}
+            self.columns[column.name] = (kind, offsets[column.name] // kind.itemsize, column.width)
 
-    def views(self, records: torch.Tensor) -> Views:
-        """uint8[n, record bytes], contiguous, seen as items of each type that a column has."""
-        return {kind: records.view(kind) for kind in self._kinds}
+
+class Block:
+    """Rows of successive steps, ``rows`` for each, the last one maybe fewer: uint8[n, record bytes] and their ids.
+
+    Its columns are cut into tensors when the first batch asks, all steps in one call: a call for each batch costs more
+    than the gather of its rows.
+    """
+
+    __slots__ = ("_columns", "ids", "layout", "records", "rows")
+
+    def __init__(self, records: torch.Tensor, ids: Int64s, rows: int, layout: BatchLayout) -> None:
+        self.records, self.ids, self.rows, self.layout = records, ids, rows, layout
+        self._columns: dict[str, Sequence[torch.Tensor]] = {}
+
+    def column(self, name: str) -> Sequence[torch.Tensor]:
+        """A column, as one tensor for each step. Raises KeyError that lists the columns there are."""
+        parts = self._columns.get(name)
+        if parts is None:
+            if name not in self.layout.columns:
+                raise KeyError(f"no column {name!r}; there are {list(self.layout.columns)}")
+            kind, first, width = self.layout.columns[name]
+            items = self.records.view(kind)
+            items = items[:, first : first + width] if width else items[:, first]
+            # "unsafe" is that autograd does not know of the common memory: a batch may be changed in place.
+            parts = self._columns[name] = torch.unsafe_split(items, self.rows)
+        return parts
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -78,54 +98,45 @@ class Batch(Mapping[str, torch.Tensor]):
         epoch, offset: which global batch, both from 0.
     """
 
+    __slots__ = ("_block", "_number", "_world_size", "epoch", "global_rows", "offset", "rows")
+
     def __init__(
-        self,
-        views: Views,
-        at: int,
-        row_ids: Int64s,
-        layout: BatchLayout,
-        place: tuple[int, int],
-        world: tuple[int, int],
+        self, block: Block, number: int, rows: int, epoch: int, offset: int, world_size: int, global_rows: int
     ) -> None:
-        """Made by `LaneReader`: the records from number ``at`` on in ``views``."""
-        self._views, self._at = views, at
-        self._layout = layout
-        self._row_ids = row_ids
-        self._place, self._world = place, world
-        self.epoch, self.offset = place
-        self.rows = int(row_ids.size)
-        size, self.global_rows = world
-        self.weight = size * self.rows / self.global_rows
+        """Made by `LaneReader`: step ``number`` of a block; ``rows`` is 0 where the row in it is nobody's."""
+        self._block, self._number, self._world_size = block, number, world_size
+        self.epoch, self.offset, self.global_rows, self.rows = epoch, offset, global_rows, rows
+
+    @property
+    def weight(self) -> float:
+        """What the mean loss over the batch is to be multiplied with, see above."""
+        return self._world_size * self.rows / self.global_rows
 
     @property
     def row_ids(self) -> torch.Tensor:
         """Global ids of the rows, in order: int64[rows]; empty where the worker has none."""
-        return torch.from_numpy(self._row_ids)
+        first = self._number * self._block.rows
+        return torch.from_numpy(self._block.ids[first : first + self.rows])
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        try:
-            kind, stride, first, width = self._layout.columns[name]
-        except KeyError:
-            raise KeyError(f"no column {name!r}; there are {list(self)}") from None
-        rows, first = self.rows or 1, self._at * stride + first
-        if width:
-            return self._views[kind].as_strided((rows, width), (stride, 1), first)
-        return self._views[kind].as_strided((rows,), (stride,), first)
+        return self._block.column(name)[self._number]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layout.columns)
+        return iter(self._block.layout.columns)
 
     def __len__(self) -> int:
-        return len(self._layout.columns)
+        return len(self._block.layout.columns)
 
     def __repr__(self) -> str:
         return f"Batch(epoch={self.epoch}, offset={self.offset}, rows={self.rows} of {self.global_rows}, {list(self)})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on another device, moved as one piece."""
-        records = self._views[torch.uint8][self._at : self._at + (self.rows or 1)]
-        moved = self._layout.views(records.to(device, non_blocking=non_blocking, copy=True))
-        return Batch(moved, 0, self._row_ids, self._layout, self._place, self._world)
+        block, rows = self._block, self.rows or 1
+        part = slice(self._number * block.rows, self._number * block.rows + rows)
+        records = block.records[part].to(device, non_blocking=non_blocking, copy=True)
+        moved = Block(records, block.ids[part], rows, block.layout)
+        return Batch(moved, 0, self.rows, self.epoch, self.offset, self._world_size, self.global_rows)
 
 
 class LaneReader:
@@ -164,6 +175,7 @@ class LaneReader:
         self._layout = BatchLayout(manifest)
         self._store = RowStore(manifest, cache_dir, cache_bytes)
         self._iterating: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._memory: _Memory | None = None
         self._fillers: list[threading.Thread] = []
         self._close = weakref.finalize(self, _end, self._store, self._fillers)
 
@@ -191,19 +203,25 @@ class LaneReader:
                 iterating.close()
 
     def _iterate(self, epoch: int, offset: int) -> Generator[Batch, None, None]:
-        share = self._plan.share(epoch, self._lanes)
-        place = range(offset, self._plan.steps_per_epoch)
+        share, plan = self._plan.share(epoch, self._lanes), self._plan
+        place = range(offset, plan.steps_per_epoch)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="elastic-spark-reader")
         try:
-            if place and self._bring(share, threads):
-                spare = self._spare_row(share) if share.rows_in(place[-1]) == 0 else None
-                for step, views, at, ids in self._blocks(share, place, threads):
-                    if not self._close.alive:
-                        return
-                    if spare is not None and not ids.size:
-                        views, at = self._layout.views(spare.clone()), 0
-                    world = (self._world_size, self._plan.rows_in_step(step))
-                    yield Batch(views, at, ids, self._layout, (epoch, step), world)
+            if not place or not self._bring(share, threads):
+                return
+            rows = share.rows_in(offset)
+            spare = self._spare_row(share) if share.rows_in(place[-1]) == 0 else None
+            for steps, block in self._blocks(share, place, threads):
+                if not self._close.alive:
+                    return
+                for number, step in enumerate(steps):
+                    if step == place[-1]:
+                        rows = share.rows_in(step)
+                    where = epoch, step, self._world_size, plan.rows_in_step(step)
+                    if rows or spare is None:
+                        yield Batch(block, number, rows, *where)
+                    else:
+                        yield Batch(Block(spare.clone(), _NO_IDS, 1, self._layout), 0, 0, *where)
         finally:
             threads.shutdown(wait=True, cancel_futures=True)
 
@@ -219,37 +237,30 @@ class LaneReader:
             filler.start()
         return self._close.alive
 
-    def _blocks(
-        self, share: LaneShare, place: range, threads: ThreadPoolExecutor
-    ) -> Iterator[tuple[int, Views, int, Int64s]]:
-        """Of every step in ``place``: step, records, which is its first, row ids. Made in blocks, some blocks ahead."""
+    def _blocks(self, share: LaneShare, place: range, threads: ThreadPoolExecutor) -> Iterator[tuple[range, Block]]:
+        """Blocks of the steps in ``place``, in order. Some are made ahead."""
         rows = max(1, share.rows_in(place.start))
         steps = max(1, min(BLOCK_BYTES // (rows * self._layout.record_bytes), BLOCK_ROWS // rows))
         ahead = THREADS + -(-self._prefetch // steps)
-        memory = _Memory(rows * steps, self._layout.record_bytes, keep=ahead + 2, pinned=self._pin_memory)
-        starts = iter(place[::steps])
-        blocks: deque[tuple[int, Future[tuple[Views, Int64s]]]] = deque()
+        if self._memory is None or self._memory.rows < rows * steps:
+            keep = ahead + 2
+            self._memory = _Memory(rows * steps, self._layout.record_bytes, keep=keep, pinned=self._pin_memory)
+        parts = iter([place[i : i + steps] for i in range(0, len(place), steps)])
+        blocks: deque[tuple[range, Future[Block]]] = deque()
         while True:
-            for start in itertools.islice(starts, ahead - len(blocks)):
-                count = min(steps, place.stop - start)
-                blocks.append((start, threads.submit(self._gather, memory, share, start, count)))
+            for part in itertools.islice(parts, ahead - len(blocks)):
+                blocks.append((part, threads.submit(self._gather, self._memory, share, part)))
             if not blocks:
                 return
-            start, block = blocks.popleft()
-            views, ids = block.result()
-            at = 0
-            for step in range(start, min(start + steps, place.stop)):
-                end = at + share.rows_in(step)
-                yield step, views, at, ids[at:end]
-                at = end
+            part, block = blocks.popleft()
+            yield part, block.result()
 
-    def _gather(self, memory: _Memory, share: LaneShare, offset: int, steps: int) -> tuple[Views, Int64s]:
-        """Records and ids of the rows of some steps: of n records, int64[n]."""
-        rows = share.rows_in(offset, steps)
-        records, ids = memory.take(rows)
-        share.row_ids(offset, steps, out=ids)
+    def _gather(self, memory: _Memory, share: LaneShare, steps: range) -> Block:
+        """The rows of some steps."""
+        records, ids = memory.take(share.rows_in(steps.start, len(steps)))
+        share.row_ids(steps.start, len(steps), out=ids)
         np.take(self._store.records, ids, axis=0, out=records, mode="clip")
-        return self._layout.views(torch.from_numpy(records)), ids
+        return Block(torch.from_numpy(records), ids, max(1, share.rows_in(steps.start)), self._layout)
 
     def _spare_row(self, share: LaneShare) -> torch.Tensor:
         """Some row of the data, for steps in which this worker has none: uint8[1, record bytes]."""
@@ -268,7 +279,8 @@ class _Memory:
     """
 
     def __init__(self, rows: int, record_bytes: int, keep: int, pinned: bool) -> None:
-        self._rows, self._record_bytes, self._keep, self._pinned = rows, record_bytes, keep, pinned
+        self.rows = rows
+        self._record_bytes, self._keep, self._pinned = record_bytes, keep, pinned
         self._kept: list[tuple[Bytes, Int64s]] = []
         self._lock = threading.Lock()
 
@@ -282,13 +294,14 @@ class _Memory:
                 # Referred to by the pair, by the loop's name, and by the call itself; else also by views.
                 if sys.getrefcount(records) == _UNUSED and sys.getrefcount(ids) == _UNUSED:
                     return records[:rows], ids[:rows]
-            pair = np.empty((self._rows, self._record_bytes), dtype=np.uint8), np.empty(self._rows, dtype=np.int64)
+            pair = np.empty((self.rows, self._record_bytes), dtype=np.uint8), np.empty(self.rows, dtype=np.int64)
             if len(self._kept) < self._keep:
                 self._kept.append(pair)
             return pair[0][:rows], pair[1][:rows]
 
 
 _UNUSED = 3
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 def _end(store: RowStore, fillers: list[threading.Thread]) -> None:
