@@ -16,6 +16,9 @@ a frame can be neither replayed, reordered nor reflected::
     length of JSON (4)  length of blob (4)  HMAC(k, direction counter lengths JSON blob) (32)  JSON  blob
 
 All HMACs are SHA-256. The channel authenticates and does not encrypt; it binds to the one interface it is given.
+
+A connection that breaks these rules ends, and that is all that happens: its end is an ordinary event on both sides.
+What the callbacks raise is a defect of the driver, and goes to the event loop's exception handler.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ MAX_HELLO = 8 << 10
 MAX_JSON = 16 << 20
 MAX_BLOB = 2 << 30
 HANDSHAKE_LIMIT_S = 20.0
+#: Connections that have ended get so long to send their last words before they are cut off.
+FLUSH_LIMIT_S = 1.0
 #: A connection whose data is not acknowledged for so long is dead (the kernel closes it).
 UNACKNOWLEDGED_LIMIT_MS = 30_000
 
@@ -78,10 +83,17 @@ class _Sealer:
     def open(self, lengths: bytes, mac: bytes, text: bytes, blob: bytes) -> Message:
         if not hmac.compare_digest(mac, self._next(lengths, text, blob)):
             raise ProtocolError("a frame that does not authenticate")
+        return _parse(text)
+
+
+def _parse(text: bytes) -> Message:
+    try:
         message = json.loads(text)
-        if not isinstance(message, dict):
-            raise ProtocolError("a frame that is not an object")
-        return message
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message that is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise ProtocolError("a message that is not an object")
+    return message
 
 
 def _body_sizes(lengths: bytes) -> tuple[int, int]:
@@ -94,8 +106,7 @@ def _body_sizes(lengths: bytes) -> tuple[int, int]:
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_LIMIT_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_LIMIT_MS)
 
 
 # ---------------------------------------------------------------------------------------------- driver side
@@ -127,6 +138,7 @@ class Server:
         opened: called with each new `Connection`, whose ``hello`` the peer sent.
         received: called with ``(connection, message, blob)``.
         closed: called once when an opened connection has ended, for whatever reason.
+        handshake_limit_s: a connection that has not proved itself by then is dropped.
     """
 
     def __init__(
@@ -137,11 +149,12 @@ class Server:
         opened: Callable[[Connection], None],
         received: Callable[[Connection, Message, bytes], None],
         closed: Callable[[Connection], None],
+        handshake_limit_s: float = HANDSHAKE_LIMIT_S,
     ) -> None:
-        self._host, self._key = host, key
+        self._host, self._key, self._handshake_limit_s = host, key, handshake_limit_s
         self._opened, self._received, self._closed = opened, received, closed
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.refused = 0
 
     async def start(self) -> Address:
@@ -151,40 +164,48 @@ class Server:
         return host, port
 
     async def stop(self) -> None:
+        """End all connections, after a moment for what was sent last. Nothing is left open."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = dict(self._tasks)
+        for writer in tasks.values():
+            writer.close()  # ends the reading too, once all is sent
+        if tasks:
+            await asyncio.wait(tasks, timeout=FLUSH_LIMIT_S)
+            for writer in tasks.values():
+                writer.transport.abort()
+            await asyncio.wait(tasks)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
+        self._tasks[task] = writer
         try:
             await self._converse(reader, writer)
-        except (OSError, EOFError, ValueError, TimeoutError, ProtocolError, asyncio.CancelledError):
+        except ProtocolError:
             pass  # the end of this connection, told by `closed` where it had been opened
-        finally:
-            self._tasks.discard(task)
+        except Exception as error:
+            context = {"message": "a callback of the channel failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+        try:
             writer.close()
+            await writer.wait_closed()
+        except OSError:
+            pass  # it had ended already
+        finally:
+            del self._tasks[task]
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _tune(writer.get_extra_info("socket"))
         try:
-            connection, opener = await asyncio.wait_for(self._handshake(reader, writer), HANDSHAKE_LIMIT_S)
-        except BaseException:
+            _tune(writer.get_extra_info("socket"))
+            connection, opener = await asyncio.wait_for(self._handshake(reader, writer), self._handshake_limit_s)
+        except (OSError, EOFError, ProtocolError) as error:  # TimeoutError is an OSError
             self.refused += 1
-            raise
+            raise ProtocolError(f"refused: {error}") from error
         self._opened(connection)
         try:
             while True:
-                lengths = await reader.readexactly(_LENGTHS.size)
-                text_size, blob_size = _body_sizes(lengths)
-                mac = await reader.readexactly(_MAC_SIZE)
-                text = await reader.readexactly(text_size)
-                blob = await reader.readexactly(blob_size)
-                self._received(connection, opener.open(lengths, mac, text, blob), blob)
+                self._received(connection, *await _read_frame(reader, opener))
         finally:
             self._closed(connection)
 
@@ -204,7 +225,19 @@ class Server:
         writer.write(_mac(self._key, b"driver", ours, theirs))
         session = _mac(self._key, b"session", ours, theirs)
         peer, local = writer.get_extra_info("peername")[:2], writer.get_extra_info("sockname")[:2]
-        return Connection(json.loads(hello), peer, local, writer, session), _Sealer(session, b"p")
+        return Connection(_parse(hello), peer, local, writer, session), _Sealer(session, b"p")
+
+
+async def _read_frame(reader: asyncio.StreamReader, opener: _Sealer) -> tuple[Message, bytes]:
+    try:
+        lengths = await reader.readexactly(_LENGTHS.size)
+        text_size, blob_size = _body_sizes(lengths)
+        mac = await reader.readexactly(_MAC_SIZE)
+        text = await reader.readexactly(text_size)
+        blob = await reader.readexactly(blob_size)
+    except (OSError, EOFError) as error:
+        raise ProtocolError(f"the connection ended: {error}") from error
+    return opener.open(lengths, mac, text, blob), blob
 
 
 # ------------------------------------------------------------------------------------- agent and worker side
@@ -217,6 +250,7 @@ class Channel:
         self._sock = sock
         self._sealer, self._opener = _Sealer(session, b"p"), _Sealer(session, b"d")
         self._sending = threading.Lock()
+        self._torn: OSError | None = None
         self._buffer = bytearray()
 
     @classmethod
@@ -226,25 +260,27 @@ class Channel:
         Raises:
             ProtocolError: the driver cannot be reached, or does not have the key.
         """
+        text, deadline = json.dumps(hello).encode(), time.monotonic() + limit_s
+        if len(text) > MAX_HELLO:
+            raise ProtocolError(f"a hello of {len(text)} bytes is over the limit of {MAX_HELLO}")
         try:
             sock = socket.create_connection((address[0], address[1]), timeout=limit_s)
         except OSError as error:
             raise ProtocolError(f"no driver at {address[0]}:{address[1]}: {error}") from error
         try:
             _tune(sock)
-            text = json.dumps(hello).encode()
-            if _exactly(sock, len(MAGIC)) != MAGIC:
+            if _exactly(sock, len(MAGIC), deadline) != MAGIC:
                 raise ProtocolError(f"{address[0]}:{address[1]} is not an elastic_spark driver of this version")
-            theirs, ours = _exactly(sock, _NONCE_SIZE), os.urandom(_NONCE_SIZE)
+            theirs, ours = _exactly(sock, _NONCE_SIZE, deadline), os.urandom(_NONCE_SIZE)
             sock.sendall(ours + len(text).to_bytes(2, "big") + text + _mac(key, b"peer", theirs, ours, text))
-            if not hmac.compare_digest(_exactly(sock, _MAC_SIZE), _mac(key, b"driver", theirs, ours)):
+            if not hmac.compare_digest(_exactly(sock, _MAC_SIZE, deadline), _mac(key, b"driver", theirs, ours)):
                 raise ProtocolError(f"{address[0]}:{address[1]} does not have the key of this job")
-        except OSError as error:
-            sock.close()
-            raise ProtocolError(f"handshake with {address[0]}:{address[1]} failed: {error}") from error
         except ProtocolError:
             sock.close()
             raise
+        except OSError as error:
+            sock.close()
+            raise ProtocolError(f"handshake with {address[0]}:{address[1]} failed: {error}") from error
         sock.settimeout(UNACKNOWLEDGED_LIMIT_MS / 1000)
         return cls(sock, _mac(key, b"session", theirs, ours))
 
@@ -260,13 +296,18 @@ class Channel:
         """Send one message.
 
         Raises:
-            ProtocolError: the connection has ended, or took nothing for 30 s.
+            ProtocolError: the message is over the limit; or the connection has ended, or took nothing for 30 s.
         """
-        try:
-            with self._sending:
-                self._sock.sendall(self._sealer.seal(message, blob))
-        except OSError as error:
-            raise ProtocolError(f"the connection to the driver ended: {error}") from error
+        with self._sending:
+            if self._torn is not None:
+                raise ProtocolError(f"the connection to the driver ended: {self._torn}")
+            rest = memoryview(self._sealer.seal(message, blob))
+            try:
+                while rest:
+                    rest = rest[self._sock.send(rest) :]
+            except OSError as error:
+                self._torn = error  # perhaps in the middle of a frame: nothing can follow it
+                raise ProtocolError(f"the connection to the driver ended: {error}") from error
 
     def receive(self, limit_s: float) -> tuple[Message, bytes] | None:
         """The next message, or None when none came within ``limit_s`` seconds.
@@ -309,9 +350,10 @@ class Channel:
         self._sock.close()
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
         part = sock.recv(size - len(data))
         if not part:
             raise ProtocolError("the other side closed the connection during the handshake (is the key of this job?)")
