@@ -10,6 +10,7 @@ Nothing here reads the environment: what a job does is what its resolved configu
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import types
 import typing
@@ -20,6 +21,9 @@ from typing import Any
 
 from elastic_spark.core.job import Options
 from elastic_spark.errors import ConfigError
+
+#: A worker must have missed some signs of life before its silence says anything.
+SHORTEST_FROZEN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,12 @@ class JobConfig:
             ConfigError: an unknown option, a wrong type, or values that exclude one another.
         """
         given = {**(_read_yaml(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
-        known = {item.name for item in dataclasses.fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; known are: {', '.join(sorted(known))}")
         hints = typing.get_type_hints(cls)
+        unknown = [name for name in given if name not in hints]
+        if unknown:
+            near = difflib.get_close_matches(str(unknown[0]), hints, 1)
+            asked = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(f"unknown option {unknown[0]!r}{asked}; known are: {', '.join(sorted(hints))}")
         config = cls(**{name: _as(name, hints[name], value) for name, value in given.items()})
         config._check()
         return config
@@ -118,6 +123,11 @@ class JobConfig:
         for name in ("start_timeout", "elastic_timeout", "frozen_after_s", "rpo_target_s", "ckpt_budget"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be positive")
+        if self.frozen_after_s < SHORTEST_FROZEN_S:
+            raise ConfigError(
+                f"frozen_after_s={self.frozen_after_s}: signs of life come every 0.5 s, so it must be at least "
+                f"{SHORTEST_FROZEN_S}"
+            )
         for small, large in (
             ("min_num_proc", "num_proc"),
             ("num_proc", "max_num_proc"),
@@ -158,9 +168,12 @@ class JobConfig:
         )
 
     def public(self) -> dict[str, Any]:
-        """As logged: the values of ``env`` are left out, they may be secrets."""
+        """As logged: without what may be secret, which is the values of ``env``, and users and passwords in URIs."""
         body = dataclasses.asdict(self)
         body["env"] = sorted(self.env) if self.env else []
+        for name in ("data_uri", "checkpoint_uri", "tracking_uri"):
+            if body[name] is not None:
+                body[name] = re.sub(r"(?<=://)[^/]*@", "***@", body[name])
         return body
 
 
@@ -168,27 +181,42 @@ def _read_yaml(file: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        body = yaml.safe_load(Path(file).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+        body = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration {file}: {error}") from error
+    if body is None:
+        return {}
     if not isinstance(body, dict):
         raise ConfigError(f"the configuration {file} is not a mapping of options")
-    return body
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _as(name: str, hint: Any, value: Any) -> Any:
-    """``value`` as the option's type, or a `ConfigError`. Whole numbers pass as floats, lists and sets as tuples."""
+    """``value`` as the option's type, or a `ConfigError`.
+
+    Whole numbers pass as floats, paths as strings, lists and sets as tuples of strings, numbers among environment
+    variables as strings. What is true or false is no number.
+    """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
         base = typing.get_origin(kind) or kind
-        if base is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if base is tuple and isinstance(value, (list, set, tuple)):
-            return tuple(str(item) for item in value)
-        if base is int and isinstance(value, bool):
+        if isinstance(value, bool) and base is not bool:
             continue
-        if isinstance(value, base):
-            return value
+        if base is float and isinstance(value, int):
+            return float(value)
+        if base is tuple and isinstance(value, (list, set, frozenset, tuple)):
+            return tuple(str(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value))
+        if base is Mapping and isinstance(value, Mapping):
+            return _environment(name, value)
         if base is str and isinstance(value, Path):
             return str(value)
+        if isinstance(value, base):
+            return value
     raise ConfigError(f"{name}={value!r}: expected {hint if isinstance(hint, types.UnionType) else hint.__name__}")
+
+
+def _environment(name: str, value: Mapping[Any, Any]) -> Mapping[str, str]:
+    for variable, content in value.items():
+        if not isinstance(variable, str) or isinstance(content, bool) or not isinstance(content, (str, int, float)):
+            raise ConfigError(f"{name}: {variable!r}: {content!r} cannot be an environment variable; quote it")
+    return {variable: str(content) for variable, content in value.items()}
