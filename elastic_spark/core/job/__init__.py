@@ -25,9 +25,10 @@ Joins and drains only *ask for* that change (`Notify`, repeated until acted on),
 formed now differs from the one that runs; they wait for a newcomer to be READY first. Losses are never delayed. A
 generation with no survivor is formed of newcomers with ``restore=True``.
 
-A member that finishes is DONE and stays until all are; if its process ends earlier its value stays. The job has finished when rank 0 has finished and every other
-member has finished, is gone, or asks: the value of rank 0 is never missing. Where rank 0 is lost while others are DONE,
-these are dismissed and replaced: the next world does their part again.
+A member that finishes is DONE and stays until all are; if its process ends earlier its value stays. The job has
+finished when rank 0 has finished and every other member has finished, is gone, or asks: the value of rank 0 is never
+missing. Where rank 0 is lost while others are DONE, these are dismissed and replaced: the next world does their part
+again.
 
 What is never waited for without a limit: a member that does not ask, init, a newcomer, more workers, those that finish
 after rank 0 (`limits`, `settle`). What would go round for ever ends too: collectives that fail again and again
