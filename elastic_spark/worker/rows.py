@@ -10,10 +10,12 @@ columns one after the other, widest items first (so that all are aligned), and n
     0        one byte a row group: 0 not here, 1 here      (padded to a page)
     data     rows * record_bytes
 
-Several workers of a machine share the file. A row group is written with pwrite, synced, and only then marked; two who
-write the same one write the same bytes, so no lock has to be waited for, and a process killed at any moment leaves a
-row group that is not marked. Nobody ever truncates a file that others may have mapped. The unit of eviction is the
-file: the one used longest ago goes first, and never one that is in use (its users hold a shared lock on it).
+Several workers of a machine share the file. A row group is written with pwrite and only then marked; two who write the
+same one write the same bytes, so no lock has to be waited for, and a process killed at any moment leaves a row group
+that is not marked. A crash of the machine may keep a mark and lose what it stands for: the name of the file holds the
+kernel's boot id, so nobody reads it after that (where there is no such id, row groups are synced before the mark).
+Nobody ever truncates a file that others may have mapped. The unit of eviction is the file: the one used longest ago
+goes first, and never one that is in use (its users hold a shared lock on it).
 
 A data set larger than the limit is not shared: each worker keeps the row groups of its own lanes, in an unnamed file
 that goes with the process, or in memory where no directory is given.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import shutil
@@ -108,7 +111,7 @@ class RowStore:
     def _open(self, folder: Path) -> _Handle:
         """A file of the right size: the shared one of this data set, or an unnamed one where that is too large."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self._manifest.digest[:40]}{_SUFFIX}"
+        path = folder / f"{self._manifest.digest[:40]}-{_boot_id()}{_SUFFIX}"
         if self._limit is None:
             self._limit = shutil.disk_usage(folder).free * 4 // 5 + sum(_size_on_disk(file) for file in _files(folder))
         handle = None
@@ -188,7 +191,7 @@ class RowStore:
             rows += len(part)
         if rows != source.rows:
             raise DataError(f"{rows} rows, where {source.rows} were frozen: the file changed after that")
-        if handle is not None:
+        if handle is not None and not _boot_id():
             os.fdatasync(handle.fd)
         self._write(handle, group, np.ones(1, dtype=np.uint8))
 
@@ -239,6 +242,14 @@ def _open_shared(path: Path) -> _Handle | None:
                 os.utime(path)
                 return handle
     return None
+
+
+@functools.cache
+def _boot_id() -> str:
+    """What this machine's kernel calls its present run; empty where it does not tell."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    return ""
 
 
 def _files(folder: Path) -> list[Path]:
