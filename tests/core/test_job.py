@@ -191,7 +191,11 @@ def test_below_the_minimum_waits_and_goes_on_when_refilled() -> None:
     run = Script(num_proc=3, min_num_proc=3).running()
     run.down("w0")
     assert of(run.ask(), core.Form) == []
-    assert "wait for more workers (need 3)" in of(run.wait(6.0, "*"), ev.Warned)[0].message
+    (warned,) = of(run.wait(6.0, "*"), ev.Warned)
+    assert warned.message == (
+        "w1, w2 wait for more workers (num_proc=3, min_num_proc=3; 0 are ready, 1 are starting) for 5 s "
+        "(w0 lost: process died)"
+    )
     one(run.ready("w3"), core.Form, members=("w1", "w2", "w3"), joined=("w3",), lost=("w0",))
 
 
@@ -529,8 +533,20 @@ def test_a_survivor_that_never_asks_is_lost_after_elastic_timeout_and_watched_un
 def test_while_all_are_gone_the_watch_says_what_is_waited_for() -> None:
     run = Script(num_proc=1).running()
     run(core.AgentDown("a0", "gone"))
-    warned = of(run.wait(5.2), ev.Warned)
-    assert [w.message for w in warned] == ["all wait for more workers (need 1) for 5 s (w0 lost: executor lost)"]
+    warned = of(run.wait(29.0), ev.Warned)
+    assert [round(fact.at - run.now + 29.0) for fact in warned] == [5, 10, 20], "less and less often"
+    assert warned[0].message.startswith("all wait for more workers (num_proc=1, min_num_proc=1; 0 are ready")
+
+
+def test_a_start_that_takes_long_is_told() -> None:
+    run = Script(num_proc=3, min_num_proc=2, start_timeout=100.0)
+    run.hosts(2)
+    run.ready("w0")
+    warned = of(run.wait(50.0, "*"), ev.Warned)
+    assert [round(fact.at - run.started) for fact in warned] == [20, 40]
+    assert warned[0].message == (
+        "all wait for more workers (num_proc=3, min_num_proc=2; 1 are ready, 1 are starting) for 20 s"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ how it ends

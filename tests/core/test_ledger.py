@@ -63,6 +63,14 @@ def test_strangers_and_other_generations_are_passed_over() -> None:
     assert ledger.close(1.0) == []
 
 
+def test_a_report_of_a_step_that_is_committed_already_adds_nothing() -> None:
+    ledger = world("w0", "w1")
+    ledger.report("w0", 1, [report(1)])
+    ledger.complete(1.0, frozenset({"w1"}))
+    ledger.report("w1", 1, [report(1)])
+    assert ledger.close(2.0) == []
+
+
 def test_finished_and_lost_members_are_not_waited_for() -> None:
     ledger = world("w0", "w1")
     ledger.report("w0", 1, [report(1)])

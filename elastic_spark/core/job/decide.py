@@ -17,7 +17,7 @@ from elastic_spark.core.job.turn import Turn
 
 def start(options: Options, now: float) -> Job:
     """A job without agents, at unix time ``now``."""
-    return Job(options=options, started=now, ticked=now, arrived=now)
+    return Job(options=options, started=now, ticked=now, arrived=now, watched=now)
 
 
 def step(job: Job, happened: i.Input, now: float) -> tuple[Job, list[Effect]]:

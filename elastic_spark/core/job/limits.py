@@ -12,6 +12,9 @@ from elastic_spark.core import events as ev
 from elastic_spark.core.job.state import Agent, Stage
 from elastic_spark.core.job.turn import Turn
 
+#: The start is watched from then on: imports and the first Spark tasks take their time.
+START_WATCH_S = 20.0
+
 
 def judge(turn: Turn) -> None:
     """At each tick."""
@@ -82,14 +85,25 @@ def _spawn_due(turn: Turn) -> None:
 
 
 def _watch(turn: Turn) -> None:
-    """Say who waits for whom when a change takes long."""
-    job = turn.job
-    if job.ending is None or turn.clock - job.watched < job.options.watch_after_s:
+    """Say who waits for whom when the start or a change takes long, less and less often."""
+    job, options = turn.job, turn.job.options
+    if job.generation > 0 and job.ending is None:
         return
-    turn.set(watched=turn.clock)
-    late = [f"{w.id} ({w.where})" for w in job.live_members() if w.stage is not Stage.ASKING]
-    waiting = [w.id for w in job.live_members() if w.stage is Stage.ASKING]
-    whom = f"wait for {', '.join(late)}" if late else f"wait for more workers (need {job.options.min_num_proc})"
-    since = turn.clock - job.ending_since
-    message = f"{', '.join(waiting) or 'all'} {whom} for {since:.0f} s ({job.ending})"
-    turn.warn(f"generation {job.generation}", message)
+    since, first = (job.ending_since, options.watch_after_s) if job.generation else (job.started, START_WATCH_S)
+    waited = turn.clock - since
+    if waited >= max(first, 2 * (job.watched - since)):
+        turn.set(watched=turn.clock)
+        who = f"{_who_waits(turn)} for {waited:.0f} s"
+        turn.warn(f"generation {job.generation}", f"{who} ({job.ending})" if job.ending else who)
+
+
+def _who_waits(turn: Turn) -> str:
+    job, live = turn.job, turn.job.live_members()
+    late = [f"{worker.id} ({worker.where})" for worker in live if worker.stage is not Stage.ASKING]
+    asking = ", ".join(worker.id for worker in live if worker.stage is Stage.ASKING) or "all"
+    if late:
+        return f"{asking} wait for {', '.join(late)}"
+    ready = sum(worker.stage is Stage.READY for worker in job.workers.values())
+    starting = sum(worker.stage is Stage.WARMING for worker in job.workers.values())
+    wanted = f"num_proc={job.options.num_proc}, min_num_proc={job.options.min_num_proc}"
+    return f"{asking} wait for more workers ({wanted}; {ready} are ready, {starting} are starting)"

@@ -37,7 +37,7 @@ class Options:
     init_timeout_s, warm_timeout_s: limits for Horovod's init, and for a process to become ready.
     notify_every_s: a notice of change is repeated so often until it is acted on.
     break_after_s: members that were only notified have so long to ask before their collectives are broken.
-    watch_after_s: who waits for whom is said so often.
+    watch_after_s: who waits for whom is said after so long, and whenever it has doubled.
     reset_limit: generations formed because of a loss; None is no limit.
     user_error_retries: how often an error of the user's code, not seen before at that step, is survived.
     error_window_s: after the first error, so long is waited for an earlier one of another worker.
