@@ -94,14 +94,14 @@ class Job:
     def hurry(self) -> None:
         self.slow.unlink(missing_ok=True)
 
-    def finish(self, limit_s: float = 90.0) -> None:
+    def finish(self, limit_s: float = 200.0) -> None:
         """Let it end; called after each test in any case."""
         self.hurry()
         if self._thread is not None:
             self._thread.join(limit_s)
             assert not self._thread.is_alive(), f"the job did not end; the last events: {self.events()[-5:]}"
 
-    def done(self, limit_s: float = 90.0) -> es.Result:
+    def done(self, limit_s: float = 200.0) -> es.Result:
         self.finish(limit_s)
         if self.error is not None:
             raise self.error
@@ -135,7 +135,7 @@ class Job:
             return ()
         return tuple(formed[-1].members)
 
-    def wait_world(self, size: int, limit_s: float = 60.0, steps: int = 5) -> tuple[str, ...]:
+    def wait_world(self, size: int, limit_s: float = 150.0, steps: int = 5) -> tuple[str, ...]:
         """Until a world of ``size`` has committed some steps."""
 
         def ready() -> Any:

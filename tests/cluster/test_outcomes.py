@@ -24,7 +24,7 @@ def test_an_error_of_the_users_code_ends_the_job_with_its_traceback(job: Job) ->
 
     job.count(epochs=2, on_step=boom)
     with pytest.raises(UserCodeFailed, match="boom-42") as caught:
-        job.done(limit_s=60.0)
+        job.done(limit_s=150.0)
     assert "test_outcomes.py" in str(caught.value)
     assert "in boom" in str(caught.value)
     failed = job.events(ev.UserFailed)[0]
@@ -65,7 +65,7 @@ def test_mismatched_collectives_end_the_job_instead_of_resetting_for_ever(job: J
 
     job.run(mismatched)
     with pytest.raises(UserCodeFailed, match="Mismatched"):
-        job.done(limit_s=60.0)
+        job.done(limit_s=150.0)
 
 
 def test_too_few_slots_is_an_error_with_the_numbers_and_the_next_call_works(job: Job) -> None:
@@ -84,7 +84,7 @@ def test_too_few_slots_is_an_error_with_the_numbers_and_the_next_call_works(job:
 def test_it_starts_with_what_is_there_when_that_is_enough(job: Job) -> None:
     job.count(epochs=1, num_proc=5, min_num_proc=2)
     job.hurry()
-    result = job.done(limit_s=80.0)
+    result = job.done(limit_s=200.0)
     assert result.summary["world_sizes"][0][1] == 3
     job.assert_counted(result, epochs=1)
 
@@ -121,11 +121,11 @@ def test_a_stock_horovod_function_is_killed_and_goes_on(job: Job) -> None:
         return train(state)
 
     job.run(stock)
-    world = job.wait(lambda: job.world() if len(job.world()) == 3 else None, 60.0, "a world of three")
+    world = job.wait(lambda: job.world() if len(job.world()) == 3 else None, 150.0, "a world of three")
     job.wait(lambda: job.world(), 10.0, "steps")
     job.kill_worker(world[0])
-    job.wait(lambda: job.world() if world[0] not in (job.world() or world) else None, 20.0, "the survivors' world")
-    job.wait(lambda: job.world() if len(job.world()) == 3 else None, 60.0, "the newcomer")
+    job.wait(lambda: job.world() if world[0] not in (job.world() or world) else None, 60.0, "the survivors' world")
+    job.wait(lambda: job.world() if len(job.world()) == 3 else None, 150.0, "the newcomer")
     result = job.done()
     assert [value[:2] for value in result] == [(3, 400)] * 3
     assert len({value[2] for value in result}) == 1
@@ -139,7 +139,7 @@ def test_a_cancelled_job_group_ends_the_job(job: Job) -> None:
     assert tracker.getJobIdsForGroup(next(iter(groups)))
     job.spark.sparkContext.cancelJobGroup(next(iter(groups)))
     with pytest.raises(JobCancelled):
-        job.done(limit_s=30.0)
+        job.done(limit_s=100.0)
     assert job.events(ev.JobFinished)[-1].status == "KILLED"
     job.assert_no_orphans()
 

@@ -52,7 +52,7 @@ class Submitted:
             assert self.process.poll() is None, f"the driver ended: {(self.folder / 'driver.txt').read_text()[-3000:]}"
             return len(self.events(ev.CheckpointWritten)) > after
 
-        self.cluster.wait_for(there, 110.0, "a checkpoint")
+        self.cluster.wait_for(there, 200.0, "a checkpoint")
 
     def driver_pid(self) -> int:
         """The Python driver: the child of spark-submit's JVM that runs the script."""
@@ -101,11 +101,11 @@ def test_a_killed_driver_is_resumed_by_the_second_submit(submitted: Submitted) -
     run = submitted.run()
     assert run.info.status == "RUNNING"
     assert submitted.process is not None
-    submitted.process.wait(timeout=30)
+    submitted.process.wait(timeout=90)
 
     (submitted.folder / "slow").unlink()
     submitted.submit()
-    assert submitted.process.wait(timeout=110) == 0
+    assert submitted.process.wait(timeout=200) == 0
     story = json.loads((submitted.folder / "result.json").read_text())
     assert_exact(story["w"], EPOCHS)
     assert_agree(read_steps(submitted.folder / "steps"))
@@ -131,7 +131,7 @@ def test_a_terminated_driver_is_killed_and_leaves_nothing(submitted: Submitted, 
         os.kill(submitted.driver_pid(), signal.SIGTERM)
     submitted.assert_gone(workers)
     assert submitted.process is not None
-    assert submitted.process.wait(timeout=60) != 0
+    assert submitted.process.wait(timeout=120) != 0
     assert submitted.run().info.status == "KILLED"
     assert submitted.events(ev.JobFinished)[-1].status == "KILLED"
 
@@ -148,11 +148,11 @@ def test_a_corrupt_newest_checkpoint_is_passed_over_with_the_reason(submitted: S
     state.write_bytes(data)
     os.kill(driver, signal.SIGKILL)
     assert submitted.process is not None
-    submitted.process.wait(timeout=30)
+    submitted.process.wait(timeout=90)
 
     (submitted.folder / "slow").unlink()
     submitted.submit()
-    assert submitted.process.wait(timeout=110) == 0
+    assert submitted.process.wait(timeout=200) == 0
     # A write that the end of the driver cut short may be passed over too.
     rejected = {event.uri: event.reason for event in submitted.events(ev.CheckpointRejected)}
     assert "state.safetensors" in rejected[newest.uri]
