@@ -11,7 +11,7 @@ STAMP := $(VENV)/.setup-done
 # Stands before every command that runs Python: the environment's programs first, and its Java where it brings one.
 RUN = env PATH="$(abspath $(VENV))/bin:$$PATH" $$(test -s $(VENV)/java-home && echo JAVA_HOME="$$(cat $(VENV)/java-home)")
 
-.PHONY: demo test check setup clean bench-recovery bench-data bench-state fuzz
+.PHONY: demo test check setup clean bench-recovery bench-data bench-state bench-kills
 
 demo: setup
 	@$(RUN) python jobs/demo.py $(ARGS)
@@ -31,9 +31,13 @@ $(STAMP): pyproject.toml .ci/setup elastic_spark/horovod_mends.py elastic_spark/
 	@.ci/setup $(VENV)
 	@touch $@
 
-# Measurements, each a script that says what it does with --help.
-bench-recovery bench-data bench-state fuzz: setup
-	@$(RUN) python tests/bench/$(subst -,_,$@).py $(ARGS)
+# Measurements: each is one script, which says in its docstring what it does and which ARGS it takes.
+bench-recovery: script := bench_recovery.py
+bench-data:     script := bench_data.py
+bench-state:    script := state_store.py
+bench-kills:    script := horovod_kills.py
+bench-recovery bench-data bench-state bench-kills: setup
+	@$(RUN) python tests/bench/$(script) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
