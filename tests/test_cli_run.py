@@ -21,6 +21,8 @@ from elastic_spark import runner
 from elastic_spark.cli import main
 from elastic_spark.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(240)  # on a busy machine
+
 TRAIN = """
     import time
 

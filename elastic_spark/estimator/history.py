@@ -23,7 +23,7 @@ def history(log: Iterable[ev.Event]) -> list[dict[str, Any]]:
             epoch_of.update(dict.fromkeys(steps, event.cursors["train"][0]))
             partial = partial.union(steps) if event.missing else partial.difference(steps)
         elif isinstance(event, ev.MetricsReported):
-            values_at[event.step] = dict(event.values)
+            values_at[event.step] = {name: float(value) for name, value in event.values.items()}  # the log has "nan"
     losses: dict[int, list[float]] = {}
     story: dict[int, dict[str, Any]] = {}
     epoch = 0

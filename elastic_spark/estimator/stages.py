@@ -342,6 +342,8 @@ def _trained(
     task.module.load_state_dict(safetensors.torch.load(result[0]))
     with open(result.events_path, encoding="utf-8") as lines:
         facts["history"] = history(read_log(lines))
+    if not all(bool(tensor.isfinite().all()) for tensor in task.module.state_dict().values()):
+        warnings.warn("the trained weights are not finite: is the learning rate too high?", stacklevel=4)
     facts.update(run_id=result.run_id, events_path=result.events_path, summary=result.summary)
     return ElasticTorchModel(task.module.eval(), described, facts)
 
