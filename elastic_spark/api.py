@@ -114,6 +114,7 @@ def run(
     from elastic_spark.driver import spark
 
     context = spark.active_session().sparkContext
+    spark.use_this_python(context)
     settings = settings.with_workers(spark.offered_slots(context))
     payload = closure.pack(fn, args, kwargs or {})
     if len(payload) > LARGE_CLOSURE:

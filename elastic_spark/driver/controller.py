@@ -30,7 +30,7 @@ from elastic_spark.driver.rendezvous import Rendezvous
 from elastic_spark.transport import Address, Connection, Message, Server
 
 #: How long a lost connection waits for the agent's word on how the process ended.
-EXIT_GRACE_S = 0.05
+EXIT_GRACE_S = 0.3
 FAREWELL_S = 3.0
 _log = logging.getLogger(__name__)
 

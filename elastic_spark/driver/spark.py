@@ -16,7 +16,9 @@ All of it happens in one thread, so that the job group and description, which Sp
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +63,12 @@ def require_context(session: Any) -> SparkSession:
         )
     assert isinstance(session, SparkSession)
     return session
+
+
+def use_this_python(context: SparkContext) -> None:
+    """In local mode tasks run on this machine: let them run this interpreter, unless another one was asked for."""
+    if is_local(context) and context.pythonExec == "python3" and "PYSPARK_PYTHON" not in os.environ:
+        context.pythonExec = sys.executable
 
 
 def driver_host(context: SparkContext) -> str:

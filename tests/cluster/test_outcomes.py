@@ -74,9 +74,9 @@ def test_too_few_slots_is_an_error_with_the_numbers_and_the_next_call_works(job:
     told = r"asked for 5 workers.*3 executors' slots answered.*have 3 cores, 0 free"
     with pytest.raises(NotEnoughWorkers, match=told):
         job.done()
-    assert time.monotonic() - started < 60.0
+    assert time.monotonic() - started < 100.0
     again = es.run(
-        lambda: "fine", num_proc=2, tracking=False, verbose=0, work_dir=str(job.folder / "again"), start_timeout=60.0
+        lambda: "fine", num_proc=2, tracking=False, verbose=0, work_dir=str(job.folder / "again"), start_timeout=200.0
     )
     assert list(again) == ["fine", "fine"]
 
