@@ -36,8 +36,8 @@ import pyarrow.parquet as pq
 from elastic_spark.core.manifest import Column
 from elastic_spark.errors import DataError
 
-#: Rows decoded at a time, so that one huge row group never lies in memory as a whole.
-ROWS_AT_ONCE = 1 << 18
+#: Rows, and bytes of rows, decoded at a time, so that one huge row group never lies in memory as a whole.
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1 << 18, 1 << 26
 
 #: What reading can raise for reasons that may pass: a lost connection, a busy store.
 READ_ERRORS = (OSError, pa.ArrowException)
@@ -195,8 +195,9 @@ def read_records(path: str, index: int, columns: Sequence[Column], dtype: np.dty
     Raises DataError for values that are not what the columns promise, and `READ_ERRORS` for what cannot be read.
     """
     names = [column.name for column in columns]
+    rows = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // dtype.itemsize))
     with open_parquet(path) as file:
-        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[index], columns=names, use_threads=False):
+        for batch in file.iter_batches(rows, row_groups=[index], columns=names, use_threads=False):
             records = np.zeros(batch.num_rows, dtype=dtype)
             for column in columns:
                 records[column.name] = to_numpy(batch.column(column.name), column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import gc
@@ -52,7 +53,7 @@ def make(folder, files, columns=COLUMNS, content="1"):
                 writer.write_table(table(first, rows), row_group_size=max(1, rows))
                 groups.append(RowGroup(path, index, rows, rows * 8))
                 first += rows
-        sources.append(SourceFile(path, "", f"{content}-{number}"))
+        sources.append(SourceFile(path, "", f"{folder}-{content}-{number}"))
     return Manifest.of("train", str(folder), groups, columns, sources)
 
 
@@ -114,6 +115,7 @@ def test_every_row_comes_once_with_its_values(tmp_path, shape, cached):
                 assert part.row_ids.tolist() == [int(id_) for ids in expected for id_ in ids]
                 assert (part.epoch, part.offset, part.global_rows) == (1, offset, plan.rows_in_step(offset))
                 seen += part.row_ids.tolist()
+            assert sum(part.row_hash for part in step) % 2**64 == plan.row_hash(1, offset)
             assert sum(part.weight for part in step) == pytest.approx(world)
         assert sorted(seen) == list(range(manifest.rows))
 
@@ -440,6 +442,41 @@ def test_the_cache_makes_room_and_spares_what_is_in_use(tmp_path):
     gc.collect()
     assert [file.exists() for file in files] == [True, False, True]
     assert stores[0].records.view(stores[0].dtype)["y"][:, 0].tolist() == list(range(30_000))
+
+
+def test_rows_in_memory_stay_for_the_next_reader(tmp_path):
+    """A resize closes a reader and opens another: what it read needs not be read again."""
+    manifest = make(tmp_path, [[100], [50, 60]])
+    plan = plan_of(manifest, 2, 16)
+    read_epoch(manifest, plan, [range(plan.lanes)], 0)
+    for group in manifest.row_groups:
+        if os.path.exists(group.path):
+            os.unlink(group.path)
+    for part in read_epoch(manifest, plan, [[0, 5], [2], [3]], 1):
+        for batch in part:
+            check(batch)
+
+
+def test_a_reader_that_another_thread_iterates_can_be_closed(tmp_path):
+    """The consumer is inside of ``next``, which waits for a row group that cannot be read."""
+    manifest = make(tmp_path, [[100]])
+    plan = plan_of(manifest, 1, 16)
+    os.unlink(manifest.row_groups[0].path)
+    waits, seen = threading.Event(), []
+
+    def consume():
+        waits.set()
+        with contextlib.suppress(DataError):  # closed before it began
+            seen.extend(reader.batches(0))
+
+    reader = LaneReader(manifest, plan, [0], 1)
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    waits.wait(30)
+    reader.close()
+    consumer.join(30)
+    assert not consumer.is_alive()
+    assert seen == []
 
 
 @pytest.mark.parametrize("directory", [True, False])

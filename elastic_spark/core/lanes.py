@@ -33,7 +33,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from elastic_spark.core.order import MAX_SIZE, Int64s, KeyedPermutations, derive_key, shuffled
+from elastic_spark.core.order import MAX_SIZE, Int64s, KeyedPermutations, derive_key, row_hash, shuffled
 from elastic_spark.errors import ConfigError, DataError
 
 #: Lanes for each worker of the largest world. A world that does not divide the lanes is uneven by at most one lane in
@@ -110,6 +110,10 @@ class LanePlan:
     def row_ids(self, epoch: int, lane: int, offset: int) -> Int64s:
         """Global ids of the rows that ``lane`` gives to the global batch at ``offset``, in order: int64[n]."""
         return self.share(epoch, (lane,)).row_ids(offset)
+
+    def row_hash(self, epoch: int, offset: int) -> int:
+        """Hash of the row ids of the global batch at ``offset``; those of the workers' shares add up to it."""
+        return row_hash(self.share(epoch, range(self.lanes)).row_ids(offset))
 
     def share(self, epoch: int, lanes: Sequence[int]) -> LaneShare:
         """The rows of ``lanes`` in ``epoch``, batch by batch, in the order of ``lanes``."""

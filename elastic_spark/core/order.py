@@ -63,6 +63,15 @@ def hash64(values: Int64s, key: int) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
+def row_hash(ids: Int64s) -> int:
+    """A hash of a set of row ids: the sum of their hashes, modulo 2^64.
+
+    Whatever the order, and in whatever parts: the hashes of the parts add up, modulo 2^64. So what the workers of any
+    world report of a global batch can be compared with what the plan says.
+    """
+    return int(hash64(ids, _GAMMA).sum(dtype=np.uint64))
+
+
 def shuffled(n: int, key: int) -> Int64s:
     """``0 .. n-1`` in an order that ``key`` chooses, as int64[n]. Builds the list: for things that are few."""
     return np.argsort(hash64(np.arange(n, dtype=np.int64), key), kind="stable").astype(np.int64)

@@ -12,7 +12,6 @@ epoch, or lanes of a lost worker, are here already.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
@@ -27,7 +26,7 @@ import torch
 
 from elastic_spark.core.lanes import LanePlan, LaneShare
 from elastic_spark.core.manifest import Manifest
-from elastic_spark.core.order import Int64s
+from elastic_spark.core.order import Int64s, row_hash
 from elastic_spark.errors import DataError
 from elastic_spark.worker.rows import RowStore, record_type
 
@@ -118,6 +117,12 @@ class Batch(Mapping[str, torch.Tensor]):
         first = self._number * self._block.rows
         return torch.from_numpy(self._block.ids[first : first + self.rows])
 
+    @property
+    def row_hash(self) -> int:
+        """Hash of the row ids. Over all workers they add up, modulo 2^64, to `LanePlan.row_hash` of this batch."""
+        first = self._number * self._block.rows
+        return row_hash(self._block.ids[first : first + self.rows])
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._block.column(name)[self._number]
 
@@ -173,7 +178,7 @@ class LaneReader:
         self._manifest, self._plan, self._lanes, self._world_size = manifest, plan, tuple(lanes), world_size
         self._prefetch, self._pin_memory = prefetch, pin_memory
         self._layout = BatchLayout(manifest)
-        self._store = RowStore(manifest, cache_dir, cache_bytes)
+        self._store = RowStore.take(manifest, cache_dir, cache_bytes)
         self._iterating: weakref.ref[Generator[Batch, None, None]] | None = None
         self._memory: _Memory | None = None
         self._fillers: list[threading.Thread] = []
@@ -185,7 +190,7 @@ class LaneReader:
         On every worker there are as many. An iterator that was begun before ends.
         """
         self._end_iteration()
-        if not self._close.alive:
+        if self._store.stopped:
             raise DataError(f"the reader of data set {self._manifest.name!r} is closed")
         iterating = self._iterate(epoch, offset)
         self._iterating = weakref.ref(iterating)
@@ -193,14 +198,23 @@ class LaneReader:
 
     def close(self) -> None:
         """Ends the threads and lets go of the cache. Iterators end. Batches stay valid."""
+        if not self._close.alive:
+            return
+        self._store.stop()
+        if self._end_iteration() and not self._store.shared:
+            self._close.detach()
+            self._store.put_by()
         self._close()
-        self._end_iteration()
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self) -> bool:
+        """False where it cannot be ended from here, because another thread runs it: it ends at its next block."""
         iterating = self._iterating() if self._iterating is not None else None
-        if iterating is not None:
-            with contextlib.suppress(ValueError):  # it is running, in another thread: it ends at its next batch
+        try:
+            if iterating is not None:
                 iterating.close()
+        except ValueError:
+            return False
+        return True
 
     def _iterate(self, epoch: int, offset: int) -> Generator[Batch, None, None]:
         share, plan = self._plan.share(epoch, self._lanes), self._plan
@@ -212,7 +226,7 @@ class LaneReader:
             rows = share.rows_in(offset)
             spare = self._spare_row(share) if share.rows_in(place[-1]) == 0 else None
             for steps, block in self._blocks(share, place, threads):
-                if not self._close.alive:
+                if self._store.stopped:
                     return
                 for number, step in enumerate(steps):
                     if step == place[-1]:
@@ -231,11 +245,11 @@ class LaneReader:
         self._store.make_room(groups)
         for loading in [threads.submit(self._store.load, group) for group in self._store.missing(groups)]:
             loading.result()
-        if self._store.shared and not self._fillers and self._close.alive:
+        if self._store.shared and not self._fillers and not self._store.stopped:
             filler = threading.Thread(target=self._store.fill, name="elastic-spark-fill", daemon=True)
             self._fillers.append(filler)
             filler.start()
-        return self._close.alive
+        return not self._store.stopped
 
     def _blocks(self, share: LaneShare, place: range, threads: ThreadPoolExecutor) -> Iterator[tuple[range, Block]]:
         """Blocks of the steps in ``place``, in order. Some are made ahead."""

@@ -18,7 +18,8 @@ Nobody ever truncates a file that others may have mapped. The unit of eviction i
 goes first, and never one that is in use (its users hold a shared lock on it).
 
 A data set larger than the limit is not shared: each worker keeps the row groups of its own lanes, in an unnamed file
-that goes with the process, or in memory where no directory is given.
+that goes with the process, or in memory where no directory is given. A store of that kind is put by when its reader is
+closed, and taken up by the next reader of the same data: a resize closes and opens readers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import tempfile
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,9 @@ RETRY_WAITS_S = (0.1, 1.0)
 
 #: Rows that are not shared are kept from one epoch to the next up to this many bytes.
 KEEP_BYTES = 1 << 30
+
+#: Data sets of which a process keeps rows that no reader has open.
+MOST_PUT_BY = 4
 
 _PAGE = 4096
 _SUFFIX = ".rows"
@@ -94,6 +98,7 @@ class RowStore:
         self._closing = threading.Event()
         self._handle: _Handle | None = None
         self.shared = False
+        self._key = manifest.digest, cache_dir, limit_bytes
         self._limit = limit_bytes
         if cache_dir is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
@@ -126,6 +131,11 @@ class RowStore:
         if os.fstat(handle.fd).st_size < self._bytes:
             os.ftruncate(handle.fd, self._bytes)
         return handle
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` or `close` was called."""
+        return self._closing.is_set()
 
     def has(self, group: int) -> bool:
         """Whether the row group is here."""
@@ -164,7 +174,7 @@ class RowStore:
 
         Raises DataError naming file and row group. Returns early when the store is closed meanwhile.
         """
-        if self.has(group):
+        if self.has(group) or self.stopped:
             return
         source = self._manifest.row_groups[group]
         where = f"row group {source.index} of {source.path}"
@@ -214,10 +224,33 @@ class RowStore:
             with contextlib.suppress(DataError, OSError):
                 self.load(group)
 
-    def close(self) -> None:
-        """Lets go of the file. Loads under way end soon; the map goes with the last array that shows it."""
+    def stop(self) -> None:
+        """Loads under way end soon, and none begins."""
         self._closing.set()
+
+    def close(self) -> None:
+        """Stops, and lets go of the file; the map goes with the last array that shows it."""
+        self.stop()
         self._handle = None
+
+    def put_by(self) -> None:
+        """Stops, and leaves the rows to the next one to `take` them. Only if nobody reads."""
+        self.stop()
+        _put_by[self._key] = self
+        while len(_put_by) > MOST_PUT_BY:
+            _put_by.pop(next(iter(_put_by)))
+
+    @classmethod
+    def take(cls, manifest: Manifest, cache_dir: str | None, limit_bytes: int | None = None) -> Self:
+        """A store that was put by, if there is one of the same data in the same place; else a new one."""
+        store = _put_by.pop((manifest.digest, cache_dir, limit_bytes), None)
+        if not isinstance(store, cls):
+            return cls(manifest, cache_dir, limit_bytes)
+        store._manifest, store._closing = manifest, threading.Event()
+        return store
+
+
+_put_by: dict[tuple[str, str | None, int | None], RowStore] = {}
 
 
 class _Handle:

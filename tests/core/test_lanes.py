@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_spark.core.lanes import LANES_PER_WORKER, LanePlan, assign_lanes, choose_lanes
+from elastic_spark.core.order import row_hash
 from elastic_spark.errors import ConfigError, DataError
 
 groups_of = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -41,6 +42,8 @@ def test_an_epoch_holds_every_row_once_and_its_steps_have_the_promised_sizes(pla
     for offset, step in enumerate(steps):
         assert [len(part) for part in step] == [plan.lane_rows_in_step(lane, offset) for lane in range(plan.lanes)]
         assert sum(map(len, step)) == plan.rows_in_step(offset)
+        parts = [row_hash(np.array(part, dtype=np.int64)) for part in step]
+        assert sum(parts) % 2**64 == plan.row_hash(epoch, offset)
     assert all(plan.rows_in_step(offset) == plan.global_batch for offset in range(plan.steps_per_epoch - 1))
     assert 0 < plan.rows_in_step(plan.steps_per_epoch - 1) <= plan.global_batch
     assert plan.rows_in_step(plan.steps_per_epoch) == 0
