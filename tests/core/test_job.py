@@ -125,8 +125,9 @@ def test_a_second_loss_right_after_the_first_breaks_again_and_is_part_of_the_sam
 
 def test_a_loss_while_the_others_already_ask_forms_at_once() -> None:
     run = Script(num_proc=3).running()
-    run.ask("w0", "w1")
-    one(run.down("w2"), core.Form, members=("w0", "w1"), lost=("w2",))
+    one(run.ask("w0", "w1"), ev.GenerationEnding, cause="collective failed")
+    form = one(run.down("w2"), core.Form, members=("w0", "w1"), lost=("w2",))
+    assert form.cause == "w2 lost: process died", "what the failed collectives came from"
 
 
 def test_a_loss_while_initialising() -> None:

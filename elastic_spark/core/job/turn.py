@@ -107,8 +107,11 @@ class Turn:
         if blame:
             self.set(probation=self.job.probation.failed(worker.host, self.clock))
         if worker.id in self.job.members:
+            why = f"{worker.id} lost: {cause}"
+            self.end_generation(why)
+            if not self.job.lost:
+                self.set(ending=why)  # a survivor's failed collective may have come first: this is what it came from
             self.set(lost=(*self.job.lost, worker.id))
-            self.end_generation(f"{worker.id} lost: {cause}")
             self.set(broken=False)  # break again: the survivors may be stuck in what this one left behind
             if not self.job.live_members():
                 self.set(stillborn=0)  # the job could host workers, so it begins to count anew
