@@ -85,7 +85,7 @@ def run(
         fn: runs on every worker; called as ``fn(ctx, *args, **kwargs)`` where its first parameter is named ``ctx``,
             else as ``fn(*args, **kwargs)``.
         stdout, stderr: streams for the workers' output; default: shown when ``verbose`` is 2, kept below ``work_dir``.
-        data: data sets by name: a Spark DataFrame, or the path or URI of Parquet files.
+        data: data sets by name: a Spark DataFrame, the path or URI of Parquet files, or what `freeze` made of either.
         config: YAML file with options.
         options: any further field of `elastic_spark.JobConfig`.
 
@@ -207,6 +207,7 @@ class _Run:
         status = "FAILED"
         try:
             ended, blobs = self._conduct(journal, manifests, plans, newest, rejected)
+            values = _unpickled(blobs)
             status = ended.status
         except KeyboardInterrupt:
             status = "KILLED"
@@ -219,7 +220,6 @@ class _Run:
                 self.run_id = tracker.run_id
                 self.job_file.set_run(self.run_id)
         _raise_if_failed(ended)
-        values = [cloudpickle.loads(blob) if blob is not None else None for blob in blobs]
         return Result(values, self.run_id, str(path), figures)
 
     def _freeze(self) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
@@ -233,7 +233,8 @@ class _Run:
 
         for name, source in self.data.items():
             base = settings.data_uri or str(self.work / "data")
-            manifest = freeze(source, f"{base.rstrip('/')}/{name}", name=name)
+            frozen = isinstance(source, Manifest)
+            manifest = source if frozen else freeze(source, f"{base.rstrip('/')}/{name}", name=name)
             lanes = settings.lanes or choose_lanes(settings.max_num_proc, settings.global_batch, manifest.rows)
             manifests[name] = manifest
             plans[name] = LanePlan(manifest.group_rows, lanes, settings.global_batch, settings.seed, settings.shuffle)
@@ -416,6 +417,20 @@ class _Output:
         stamp = time.strftime("%H:%M:%S ") if self._timestamps else ""
         for line in lines:
             self._stream.write(f"{stamp}[{worker}] {line}\n")
+
+
+def _unpickled(blobs: Sequence[bytes | None]) -> list[Any]:
+    """What the ranks returned. The channel has authenticated it."""
+    values = []
+    for rank, blob in enumerate(blobs):
+        try:
+            values.append(cloudpickle.loads(blob) if blob is not None else None)
+        except Exception as error:
+            raise errors.UserCodeFailed(
+                f"what rank {rank} returned cannot be read on the driver: {type(error).__name__}: {error}. Return "
+                "plain values, arrays or tensors; the trained state is in the last checkpoint"
+            ) from error
+    return values
 
 
 def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
         return dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
         raise ConfigError(
-            f"the training function cannot be sent to the workers: {error}{_culprit(fn)}. Create sessions, files and "
-            "locks inside of the function"
+            f"the training function cannot be sent to the workers: {error}{_culprit(fn)}. Make files and locks inside "
+            "of the function; a SparkSession is for the driver alone: give data by data={...}"
         ) from error
 
 

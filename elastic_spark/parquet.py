@@ -92,8 +92,9 @@ def column_of(field: pa.Field) -> Column:
     if pa.types.is_string(text) or pa.types.is_large_string(text):
         return Column(field.name, "int32", source="string")
     raise DataError(
-        f"column {field.name!r} has type {kind}, which does not become a tensor; leave it out with `columns`, or "
-        "convert it (a Spark ML vector in Parquet: freeze the DataFrame, or use pyspark.ml.functions.vector_to_array)"
+        f"column {field.name!r} has type {kind}, which does not become a tensor; leave it out with "
+        "es.freeze(..., columns=[...]), or convert it (a Spark ML vector in Parquet: freeze the DataFrame, or use "
+        "pyspark.ml.functions.vector_to_array)"
     )
 
 

@@ -45,7 +45,7 @@ def main() -> int:
             stderr=subprocess.STDOUT,
         )
         killed = watch(cluster, job, log, options)
-        left = leftovers(cluster)
+        left = leftovers(cluster) if job.poll() is not None else []
 
     if job.returncode != 0 or killed is None:
         print(Path(output.name).read_text()[-3000:])
@@ -63,7 +63,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--work-dir", default=".elastic_spark", help="logs, checkpoints and the MLflow database")
     parser.add_argument("--kill-rank", type=int, default=1, help="rank of the worker whose executor is killed")
-    parser.add_argument("--limit-s", type=float, default=330.0, help="the demo is given up after this time")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="the demo is given up after this time")
     return parser.parse_args()
 
 
@@ -138,7 +138,7 @@ def watch(
         time.sleep(0.1)
     log.poll()
     if job.poll() is None:
-        say(f"giving up after {options.limit_s:.0f} s")
+        say(f"giving up after --limit-s {options.limit_s:.0f}: the job is still running")
     return killed
 
 

@@ -118,7 +118,7 @@ class WorkerProcess:
 #: What a worker inherits of the executor's environment. The driver's environment never reaches it.
 _PASSED = frozenset(("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "HOSTNAME", "VIRTUAL_ENV", "CONDA_PREFIX"))
 _PASSED_PREFIXES = (
-    *("LC_", "LD_", "SPARK_", "PYSPARK_", "PYTHON", "JAVA_", "HADOOP_", "COVERAGE_"),
+    *("ELASTIC_SPARK_", "LC_", "LD_", "SPARK_", "PYSPARK_", "PYTHON", "JAVA_", "HADOOP_", "COVERAGE_"),
     *("CUDA", "NVIDIA_", "NCCL_", "OMP_", "MKL_", "OPENBLAS_", "GLOO_", "HOROVOD_"),
 )
 _WITHHELD = ("SECRET", "TOKEN", "PASSWORD", "CREDENTIAL", "PYTHON_WORKER_FACTORY")

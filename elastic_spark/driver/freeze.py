@@ -215,7 +215,8 @@ def _settle(name: str, column: Column, facts: Facts, fill: Mapping[str, Any]) ->
     where = f"column {column.name!r} of data set {name!r}"
     if facts.nulls and column.name not in fill:
         raise DataError(
-            f"{where} has {facts.nulls:,} nulls: drop these rows, or fill them with nulls={{{column.name!r}: value}}"
+            f"{where} has {facts.nulls:,} nulls: drop these rows, or fill them: "
+            f"es.freeze(..., nulls={{{column.name!r}: value}})"
         )
     if facts.nulls_inside:
         raise DataError(f"{where} has {facts.nulls_inside:,} nulls inside of lists")
@@ -234,7 +235,7 @@ def _settle(name: str, column: Column, facts: Facts, fill: Mapping[str, Any]) ->
         if len(values) > MOST_STRINGS:
             raise DataError(
                 f"{where} has more than {MOST_STRINGS:,} different strings: hash it to a number before, or leave it "
-                "out with `columns`"
+                "out with es.freeze(..., columns=[...])"
             )
         column = dataclasses.replace(column, vocabulary=tuple(sorted(values)))
     return column
@@ -300,7 +301,7 @@ def _selection(df: DataFrame, wanted: Sequence[str], fill: Mapping[str, Any]) ->
         if not isinstance(item, (BooleanType, NumericType)) and (item is not kind or not isinstance(kind, convertible)):
             raise DataError(
                 f"column {column!r} has type {types[column].simpleString()}, which does not become a tensor; "
-                "leave it out with `columns`, or convert it"
+                "leave it out with es.freeze(..., columns=[...]), or convert it"
             )
         if column in fill:
             filled = fill[column]

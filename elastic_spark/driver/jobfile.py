@@ -88,9 +88,8 @@ class JobFile:
             self._wait_for_holder(before)
         resumed = before is not None and before.status != "FINISHED"
         record = before if before is not None and resumed else JobRecord(job_id=uuid.uuid4().hex[:12])
-        self._record = replace(
-            record, status="RUNNING", holder=self._holder, host=socket.gethostname(), pid=os.getpid()
-        )
+        self._record = replace(record, status="RUNNING", holder=self._holder, host=_machine(), pid=os.getpid())
+        _here.add(self._holder)
         self._write()
         self._thread.start()
         return self._record, resumed
@@ -117,6 +116,7 @@ class JobFile:
     def release(self, status: str) -> None:
         """The job has ended with ``status``."""
         self._stop.set()
+        _here.discard(self._holder)
         self._record = replace(self._record, status=status)
         self._write()
 
@@ -146,7 +146,22 @@ def _name(version: int) -> str:
     return f"job-{version:09d}.json"
 
 
+#: The holders that live in this process.
+_here: set[str] = set()
+
+
+def _machine() -> str:
+    """This machine and its process numbers: containers may share the one and not the other."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _is_gone(record: JobRecord) -> bool:
-    if record.host != socket.gethostname() or record.pid == os.getpid():
-        return record.pid == os.getpid() and record.host == socket.gethostname()
+    """Whether the holder is known to be gone; one on another machine never is."""
+    if record.host != _machine():
+        return False
+    if record.pid == os.getpid():
+        return record.holder not in _here
     return not os.path.exists(f"/proc/{record.pid}")

@@ -70,12 +70,12 @@ def _run(session: WorkerSession, call: Any) -> int:
     except HorovodInternalError as error:
         session.collective_failed(str(error))
         return 1
-    except Exception as error:
+    except BaseException as error:  # sys.exit() in the function is a fault of the function, too
         return _user_error(session, error)
     try:
         result = cloudpickle.dumps(value)
     except Exception as error:
-        return _user_error(session, error)
+        return _user_error(session, TypeError(f"the value that the function returned cannot be sent: {error}"))
     session.finish(result)
     session.wait_to_go()
     session.close()
@@ -140,11 +140,18 @@ def _warm_up() -> None:
     optimizer.step()
 
 
+def _told(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
+
+
 def _user_error(session: WorkerSession, error: BaseException) -> int:
     at = time.time()
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
-    session.fail(f"{type(error).__name__}: {error}", text, at)
+    session.fail(f"{type(error).__name__}: {_told(error)}", text, at)
     session.wait_to_go()
     return 1
 

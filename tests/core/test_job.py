@@ -729,7 +729,7 @@ def test_processes_that_die_world_after_world_without_a_new_step_end_the_job() -
         run.ask(step=7)
         run.initialise()
     assert run.ended.kind == "UserCodeFailed"
-    assert "workers died in 6 worlds in a row without a new step (step 7)" in run.ended.error
+    assert "workers died in 6 worlds in a row without a step after 7" in run.ended.error
     assert "Segmentation fault in kernel" in run.ended.error
 
 
