@@ -9,7 +9,7 @@ import pytest
 
 import elastic_spark as es
 from elastic_spark.core import events as ev
-from elastic_spark.errors import ConfigError, DataError, JobCancelled, NotEnoughWorkers, UserCodeFailed
+from elastic_spark.errors import ConfigError, DataError, JobCancelled, JobHeld, NotEnoughWorkers, UserCodeFailed
 from elastic_spark.testing.counting import counting_data
 
 from .conftest import Job
@@ -164,3 +164,36 @@ def test_bad_numbers_and_bad_data_are_refused_before_anything_starts(job: Job) -
         es.run(lambda: 1, global_bach=3, **common)
     with pytest.raises(DataError, match="train"):
         es.run(lambda: 1, data={"train": counting_data(job.spark, 0)}, num_proc=1, **common)
+
+
+def test_sys_exit_and_unspeakable_errors_are_the_users_errors(job: Job) -> None:
+    def leaves() -> None:
+        import sys
+
+        sys.exit("config missing")
+
+    job.run(leaves, num_proc=2)
+    with pytest.raises(UserCodeFailed, match="SystemExit: config missing"):
+        job.done(limit_s=150.0)
+    assert job.events(ev.WorkerLost) == []
+
+
+def test_a_result_that_cannot_be_read_is_a_failure_that_says_so(job: Job) -> None:
+    def odd() -> object:
+        class Odd:
+            def __reduce__(self) -> tuple[object, ...]:
+                return (eval, ("1/0",))
+
+        return Odd()
+
+    job.run(odd, num_proc=1)
+    with pytest.raises(UserCodeFailed, match="rank 0 returned cannot be read on the driver: ZeroDivisionError"):
+        job.done(limit_s=150.0)
+
+
+def test_a_job_is_held_by_one_call_at_a_time(job: Job) -> None:
+    job.count(epochs=4)
+    job.wait_world(3)
+    with pytest.raises(JobHeld, match="held by a living driver"):
+        es.run(lambda: 1, num_proc=1, tracking=False, verbose=0, work_dir=str(job.folder / "runs"), job_name="job")
+    job.assert_counted(job.done(), epochs=4)
