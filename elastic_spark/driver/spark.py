@@ -170,6 +170,7 @@ class SparkSlots:
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._slots: dict[int, _Slot] = {}
         self._executors: set[str] = set()
+        self._inactive: set[str] = set()
         self._draining: set[str] = set()
         self._description = "elastic_spark"
         self._thread = threading.Thread(target=self._serve, name="spark slots", daemon=True)
@@ -260,7 +261,11 @@ class SparkSlots:
                 _log.debug("no draining to see: %s", error)
                 self._executors.clear()
                 return
-            if not active:
+            if active:
+                self._inactive.discard(executor)
+            elif executor not in self._inactive:
+                self._inactive.add(executor)  # a killed executor, too, is inactive for a moment before it is gone
+            else:
                 self._draining.add(executor)
                 if executor in self._alive():
                     self._on_draining(executor, "Spark is taking the executor away")

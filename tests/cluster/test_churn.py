@@ -67,10 +67,11 @@ def test_twelve_kills_in_a_row_with_default_settings(job: Job) -> None:
             job.kill_executor(victim)
         else:
             job.kill_worker(victim)
-        job.wait(lambda victim=victim: victim in {e.worker for e in job.events(ev.WorkerLost)}, 60.0, "its loss")
+        gone = ev.WorkerLost, ev.WorkerLeft
+        job.wait(lambda victim=victim: victim in {e.worker for e in job.events(*gone)}, 60.0, "its loss")
     result = job.done(limit_s=250.0)
     job.assert_counted(result, epochs=24)
-    assert len(job.events(ev.WorkerLost)) >= 12
+    assert len(job.events(ev.WorkerLost, ev.WorkerLeft)) >= 12
     job.assert_no_orphans()
 
 
