@@ -67,12 +67,15 @@ def test_twelve_kills_in_a_row_with_default_settings(job: Job) -> None:
             job.kill_executor(victim)
         else:
             job.kill_worker(victim)
-        gone = ev.WorkerLost, ev.WorkerLeft
-        job.wait(lambda victim=victim: victim in {e.worker for e in job.events(*gone)}, 60.0, "its loss")
+        job.wait(lambda victim=victim: victim in _gone(job), 60.0, "its loss")
     result = job.done(limit_s=250.0)
     job.assert_counted(result, epochs=24)
-    assert len(job.events(ev.WorkerLost, ev.WorkerLeft)) >= 12
+    assert len(_gone(job)) >= 12
     job.assert_no_orphans()
+
+
+def _gone(job: Job) -> set[str]:
+    return {event.worker for event in job.events(ev.WorkerLost, ev.WorkerLeft)}
 
 
 def test_exit_code_zero_without_returning_is_a_lost_worker(job: Job) -> None:
