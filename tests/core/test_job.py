@@ -14,7 +14,7 @@ from elastic_spark.core import job as core
 def test_the_world_forms_as_soon_as_the_wanted_workers_are_ready() -> None:
     run = Script(num_proc=3)
     run.hosts(3)
-    one(run(core.Ready("w0"), 1.5), ev.WorkerReady, worker="w0", seconds=1.5)
+    one(run(core.Ready("w0"), 0.5), ev.WorkerReady, worker="w0", seconds=0.5)
     assert of(run.ready("w1"), core.Form) == []
     assert run.job.generation == 0
     form = one(run.ready("w2"), core.Form, generation=1, members=("w0", "w1", "w2"), cause="start")
