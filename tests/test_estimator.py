@@ -34,7 +34,7 @@ from elastic_spark.errors import ConfigError, DataError
 from elastic_spark.estimator import frames, inference, recipe, training
 from elastic_spark.estimator.history import history
 
-pytestmark = pytest.mark.timeout(300)  # on a busy machine; alone none takes more than a tenth of it
+pytestmark = pytest.mark.timeout(300)  # on a busy machine
 
 
 @pytest.fixture(scope="module")
