@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from job_model import Script, of, one
 
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
+from elastic_spark.core.policy import Probation
 
 # ------------------------------------------------------------------------------------------------------- the start
 
@@ -701,6 +704,24 @@ def test_a_new_step_or_a_change_of_the_world_interrupts_the_row() -> None:
     assert run.ended is None
 
 
+def test_a_function_that_tells_no_step_and_fails_soon_each_time_is_not_tried_for_ever() -> None:
+    run = Script(num_proc=2).running()
+    for _ in range(3):
+        run.wait(5.0, "*")
+        run.ask(step=-1)
+        run.initialise()
+    assert "3 times in a row at step -1" in run.ended.error
+
+
+def test_one_that_tells_its_step_makes_none_by_running_long() -> None:
+    run = Script(num_proc=2).running()
+    for _ in range(4):
+        run.wait(core.PROGRESS_S + 1.0, "*")
+        run.ask(step=0)
+        run.initialise()
+    assert "3 times in a row at step 0" in run.ended.error
+
+
 def test_a_function_that_tells_no_step_makes_progress_by_running_long() -> None:
     run = Script(num_proc=2).running()
     for _ in range(4):
@@ -821,6 +842,12 @@ def test_the_same_error_at_the_same_step_is_not_tried_again() -> None:
     assert len(run.job.forgiven) == 1
 
 
+def test_a_worker_that_connects_is_heard() -> None:
+    run = Script().running()
+    assert run(core.WorkerUp("w1"), 0.5) == []
+    assert run.job.workers["w1"].heard == run.now
+
+
 def test_errors_are_timed_right_from_time_0() -> None:
     run = Script(num_proc=1)
     run.now = 0.0
@@ -847,6 +874,14 @@ def test_workers_that_die_before_they_are_ready_end_a_job_that_has_no_others() -
     assert run.ended.kind == "EnvironmentUnfit"
     assert "6 workers in a row" in run.ended.error
     assert "ImportError: libcuda.so.1" in run.ended.error
+
+
+def test_the_first_that_dies_is_started_again_at_once() -> None:
+    run = Script(num_proc=2)
+    run.hosts(1)
+    run.down("w0", code=1)
+    assert of(run.wait(0.2), core.Spawn) == []
+    one(run.wait(0.2), core.Spawn, agent="a0", worker="w1")
 
 
 def test_a_machine_that_cannot_host_does_not_end_a_job_that_runs_elsewhere() -> None:
@@ -889,6 +924,16 @@ def test_a_host_that_fails_repeatedly_waits_while_another_does_better() -> None:
             run.initialise()
     assert of(run.wait(10.0, "*"), core.Notify) == []
     assert of(run.wait(6.0, "*"), core.Notify) != []
+
+
+def test_it_waits_also_where_a_trusted_newcomer_fills_the_gap() -> None:
+    run = Script(num_proc=3, min_num_proc=3, max_num_proc=4).running()
+    run.job = replace(run.job, probation=Probation({"host9": (4.0, run.now)}))
+    run.agent(9, host="host9")
+    run.agent(8, host="host8")
+    run.ready("w3", "w4")
+    run.down("w0")
+    one(run.ask(), core.Form, members=("w1", "w2", "w4"), joined=("w4",))
 
 
 def test_it_is_taken_at_once_where_it_is_needed() -> None:

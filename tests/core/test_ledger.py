@@ -121,6 +121,7 @@ def test_a_generation_that_comes_late_is_passed_over() -> None:
     ledger = world("w0")
     ledger.begin(3, ["w2"], 0, "all lost", 1.0)
     assert ledger.begin(2, ["w1"], 0, "all lost", 1.0) == []
+    assert ledger.begin(3, ["w1"], 0, "all lost", 1.0) == []
     ledger.report("w2", 3, [report(1)])
     assert ledger.complete(2.0)[0].generation == 3
 
