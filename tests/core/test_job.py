@@ -53,6 +53,19 @@ def test_a_worker_that_keeps_failing_does_not_hold_up_the_start() -> None:
     one(run.down("w2", code=1), core.Form, members=("w0",))
 
 
+def test_an_agent_that_comes_renews_the_wait_for_others_even_where_its_workers_fail() -> None:
+    run = Script(num_proc=2, settle_s=3.0)
+    run.hosts(1)
+    run.ready("w0")
+    run.wait(2.5, "*")
+    run.agent(1)
+    run.down("w1", code=1)
+    run.wait(0.5, "*")
+    run.down("w2", code=1)
+    assert of(run.wait(2.0, "*"), core.Form) == []
+    one(run.wait(1.0, "*"), core.Form, members=("w0",))
+
+
 def test_an_agent_that_goes_between_two_workers() -> None:
     run = Script(num_proc=2, settle_s=1.0)
     run.hosts(2)

@@ -47,10 +47,10 @@ def test_the_wait_doubles_with_each_failure_up_to_the_longest() -> None:
 
 
 def test_a_suspect_host_waits_and_returns() -> None:
-    probation = failures("h", 4)
-    assert probation.is_on("h", ["h", "other"], 1.0)
-    assert not probation.is_on("h", ["h", "other"], probation.wait_s("h", 0.0))
-    assert not probation.is_on("other", ["h", "other"], 1.0)
+    probation = failures("h", 4, at=5000.0)
+    assert probation.is_on("h", ["h", "other"], 5001.0)
+    assert not probation.is_on("h", ["h", "other"], 5000.0 + probation.wait_s("h", 5000.0))
+    assert not probation.is_on("other", ["h", "other"], 5001.0)
 
 
 def test_on_a_single_host_nobody_waits() -> None:
