@@ -435,6 +435,8 @@ class Controller:
 
     async def _form(self, effect: core.Form) -> None:
         restored = await self._newest_checkpoint() if effect.restore else None
+        if self._job.generation != effect.generation:
+            return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
