@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from elastic_spark.core import job as core
 from elastic_spark.core.lanes import LanePlan, assign_lanes
 from elastic_spark.core.ledger import Ledger, Report
 from elastic_spark.driver import discovery
+from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
 from elastic_spark.driver.rendezvous import Rendezvous
 from elastic_spark.transport import Address, Connection, Message, Server
@@ -43,7 +43,7 @@ class Controller:
         host: the interface to bind to. key: the job's key. job_id: of the checkpoints to resume from.
         plans: the order of each data set. seed: of the job.
         journal: where facts go.
-        store: of checkpoints, or None. keep: how many. run_id: noted in each checkpoint.
+        store: of checkpoints. keep: how many. run_id: noted in each checkpoint.
         resumed: the checkpoint that the first generation starts from.
         members_path: where the member list is published.
         worker_output: called with lines of the workers' output.
@@ -60,7 +60,7 @@ class Controller:
         plans: Mapping[str, LanePlan],
         seed: int,
         journal: Journal,
-        store: CheckpointStore | None,
+        store: CheckpointStore,
         keep: int,
         run_id: str,
         resumed: Checkpoint | None,
@@ -69,9 +69,8 @@ class Controller:
         on_generation: Callable[[int, str, int], None],
         on_agent: Callable[[int, str], None],
     ) -> None:
-        self._key, self._host, self._job_id, self._seed = key, host, job_id, seed
-        self._plans, self._journal, self._store, self._keep, self._run_id = plans, journal, store, keep, run_id
-        self._resumed = resumed
+        self._key, self._host, self._seed = key, host, seed
+        self._plans, self._journal = plans, journal
         self._members_path, self._published = members_path, 0
         self._worker_output, self._on_generation, self._on_agent = worker_output, on_generation, on_agent
         self._wall, self._mono = time.time(), time.monotonic()
@@ -83,9 +82,10 @@ class Controller:
         self._registered = 0
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
-        self._checkpointing = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._checkpoints = DriverCheckpoints(
+            store, job_id=job_id, run_id=run_id, keep=keep, resumed=resumed, append=journal.append, now=self._now
+        )
         self._commits: set[asyncio.Task[None]] = set()
-        self._parent: str | None = resumed.name if resumed is not None else None
         self._background: set[asyncio.Task[Any]] = set()
         self._rendezvous = Rendezvous(host)
         self._server = Server(host, key, opened=self._opened, received=self._received, closed=self._closed)
@@ -144,7 +144,7 @@ class Controller:
             self._failure = error
             _log.exception("the controller failed")
         finally:
-            self._checkpointing.shutdown(wait=False)
+            self._checkpoints.close()
             self._loop.close()
             self._started.set()
             self._finished.set()
@@ -323,63 +323,20 @@ class Controller:
         elif kind == "collective_failed":
             self._turn(core.WorkerDown(worker, "collective failed", message["error"]))
 
-    # ------------------------------------------------------------------------------------------- checkpoints
-
     def _commit_checkpoint(self, worker: str, message: Message) -> None:
-        """A part has been written. Only a living member's counts: the manifest is the driver's to write."""
-        part = WrittenPart.from_dict(message["part"])
-        if self._store is None or worker not in self._job.members or worker not in self._job.workers:
+        """A part has been written. Only a living member's counts."""
+        if worker not in self._job.members or worker not in self._job.workers:
             return
-        fields = {
-            **message["fields"],
-            "job_id": self._job_id,
-            "run_id": self._run_id,
-            "generation": self._job.generation,
-            "world_size": len(self._job.members),
-            "parent": self._parent,
-            "created_unix": self._now(),
-        }
-        task = self._spawn(self._commit(self._store, part, fields, float(message["seconds"])))
+        task = self._spawn(
+            self._checkpoints.commit(
+                WrittenPart.from_dict(message["part"]),
+                {**message["fields"], "generation": self._job.generation},
+                world_size=len(self._job.members),
+                seconds=float(message["seconds"]),
+            )
+        )
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
-
-    async def _commit(self, store: CheckpointStore, part: WrittenPart, fields: Mapping[str, Any], s: float) -> None:
-        try:
-            done = await self._loop.run_in_executor(
-                self._checkpointing, lambda: store.commit(part.step, part.token, [part], fields=fields)
-            )
-        except Exception as error:  # storage: training goes on, and the log says so
-            self._journal.append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
-            return
-        self._parent = done.name
-        self._journal.append(
-            ev.CheckpointWritten(
-                at=self._now(),
-                step=done.step,
-                uri=done.uri,
-                digest=done.digest,
-                bytes=done.bytes,
-                seconds=s,
-                world_size=int(fields["world_size"]),
-            )
-        )
-        try:
-            await self._loop.run_in_executor(self._checkpointing, lambda: store.prune(self._keep, job_id=self._job_id))
-        except Exception as error:
-            self._journal.append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
-
-    async def _newest_checkpoint(self) -> Checkpoint | None:
-        store = self._store
-        if store is None:
-            return None
-        if self._job.generation == 1:
-            return self._resumed
-        found, rejected = await self._loop.run_in_executor(
-            self._checkpointing, lambda: store.newest_valid(self._job_id)
-        )
-        for item in rejected:
-            self._journal.append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
-        return found
 
     # ------------------------------------------------------------------------------------- doing what was decided
 
@@ -434,7 +391,7 @@ class Controller:
         self._spawn(self._form(effect))
 
     async def _form(self, effect: core.Form) -> None:
-        restored = await self._newest_checkpoint() if effect.restore else None
+        restored = await self._checkpoints.newest(effect.generation) if effect.restore else None
         if self._job.generation != effect.generation:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
@@ -465,6 +422,7 @@ class Controller:
             body = {
                 "lanes": {name: owned[worker] for name, owned in lanes.items()},
                 "restore": restored.name if restored is not None else None,
+                "step": step,
                 "seed": self._seed,
             }
             message = {"type": "assignment", "generation": effect.generation, "rank": rank, "env": environment}

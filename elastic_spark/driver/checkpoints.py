@@ -1,0 +1,95 @@
+"""The driver's side of checkpoints: it alone makes a checkpoint of what a worker has written, and it alone chooses one.
+
+What may block, committing and verifying, runs in one thread of its own; facts are appended back in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
+from elastic_spark.core import events as ev
+
+T = TypeVar("T")
+
+
+class DriverCheckpoints:
+    """Lives in the event loop's thread.
+
+    Args:
+        store: of the job's checkpoints.
+        job_id, run_id: noted in each of them; only those of this job are ever chosen.
+        keep: how many stay.
+        resumed: the one that the job's first generation starts from.
+        append: takes a fact. now: unix time.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        job_id: str,
+        run_id: str,
+        keep: int,
+        resumed: Checkpoint | None,
+        append: Callable[[ev.Event], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._store, self._keep, self._resumed = store, keep, resumed
+        self._identity = {"job_id": job_id, "run_id": run_id}
+        self._append, self._now = append, now
+        self._parent: str | None = resumed.name if resumed is not None else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+
+    async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> None:
+        """Write the manifest of a part that took ``seconds`` to write, then delete what is not kept any more.
+
+        Storage that fails does not stop training: the log says so.
+        """
+        whole = {
+            **fields,
+            **self._identity,
+            "world_size": world_size,
+            "parent": self._parent,
+            "created_unix": self._now(),
+        }
+        try:
+            done = await self._in_thread(lambda: self._store.commit(part.step, part.token, [part], fields=whole))
+        except Exception as error:
+            self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
+            return
+        self._parent = done.name
+        self._append(
+            ev.CheckpointWritten(
+                at=self._now(),
+                step=done.step,
+                uri=done.uri,
+                digest=done.digest,
+                bytes=done.bytes,
+                seconds=seconds,
+                world_size=world_size,
+            )
+        )
+        try:
+            await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._identity["job_id"]))
+        except Exception as error:
+            self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+
+    async def newest(self, generation: int) -> Checkpoint | None:
+        """What ``generation`` starts from, where nobody alive holds any state."""
+        if generation == 1:
+            return self._resumed  # verified already, before anything started
+        found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._identity["job_id"]))
+        for item in rejected:
+            self._append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
+        return found
+
+    def close(self) -> None:
+        """No more work is taken; what is under way is not waited for."""
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
