@@ -81,7 +81,7 @@ class ElasticState(State):  # type: ignore[misc]
 
     @property
     def holds(self) -> bool:
-        """Whether this process holds the job's state: it was in a sync, or loaded a checkpoint."""
+        """Whether this process holds the job's state: it was in a sync, received it whole, or loaded a checkpoint."""
         return self._synced
 
     # ------------------------------------------------------------------------------------------- committing
@@ -230,8 +230,6 @@ class ElasticState(State):  # type: ignore[misc]
             setattr(self, name, value)
         self.step, self._cursors = self._marked_step, dict(self._marked_cursors)
         _set_random_state(self._marked_random)
-        if self._optimizer_steps:  # no snapshot yet: whatever a peer or a checkpoint has is better
-            self.step = -1
         self._mark()
 
     def sync(self) -> None:
@@ -242,12 +240,16 @@ class ElasticState(State):  # type: ignore[misc]
             self.put_back(body, tensors)
             _set_random_state(tree.unflatten(extra["random"], {}))
             self._synced = True
-        if not self._agree():
-            self._receive(place.rank)
-            if not self._agree():
+        if place.rank == 0 and self.step != place.body["step"]:
+            raise StateDiverged(f"rank 0 holds step {self.step}, but the job goes on from step {place.body['step']}")
+        newcomer = not self._synced
+        mine, _ = self.digests()
+        if not self._agree(mine):
+            mine = self._receive(place.rank, mine)
+            if not self._agree(mine):
                 self._name_the_difference(place.rank)
-        if not self._synced and place.rank != 0:
-            _derive_random_state(place.body.get("seed", 0), place.generation, place.rank)
+        if newcomer and place.rank != 0:
+            _derive_random_state(place.body["seed"], place.generation, place.rank)
         self._synced = True
         self._mark()
         self._maybe_snapshot()
@@ -256,22 +258,23 @@ class ElasticState(State):  # type: ignore[misc]
         self._drawn = {}
         super().on_reset()
 
-    def _agree(self) -> bool:
+    def _agree(self, mine: bytes) -> bool:
         """Whether all ranks hold the same, by one allgather of 32 bytes a rank."""
-        mine, _ = self.digests()
         words = hvd.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8).reshape(1, -1), name="es.digest")
         return bool((words == words[0]).all())
 
-    def _receive(self, rank: int) -> None:
+    def _receive(self, rank: int, mine: bytes) -> bytes:
+        """Become what rank 0 is; the digest of that. Who has received it whole holds it, even if rank 0 dies now."""
         body, tensors = self.capture()
         described = tree.describe(tensors)
-        header = json.dumps({"body": body, "tensors": described}).encode() if rank == 0 else b""
+        whole = {"body": body, "tensors": described, "digest": mine.hex()}
+        header = json.dumps(whole).encode() if rank == 0 else b""
         size = hvd.broadcast(torch.tensor([len(header)]), root_rank=0, name="es.size")
         text = torch.frombuffer(bytearray(header or bytes(int(size))), dtype=torch.uint8)
         text = hvd.broadcast(text, root_rank=0, name="es.header")
         if rank != 0:
             received = json.loads(text.numpy().tobytes())
-            body, described = received["body"], received["tensors"]
+            body, described, digest = received["body"], received["tensors"], bytes.fromhex(received["digest"])
         total = tree.total_bytes(described)
         if rank == 0 and total:
             flat = torch.cat([tree.as_bytes(tensor) for tensor in tensors.values()])
@@ -282,6 +285,9 @@ class ElasticState(State):  # type: ignore[misc]
             part.copy_(hvd.broadcast(part, root_rank=0, name=f"es.state.{start}"))
         if rank != 0:
             self.put_back(body, tree.carve(flat, described))
+            mine, _ = self.digests()
+            self._synced = self._synced or mine == digest
+        return mine
 
     def _name_the_difference(self, rank: int) -> None:
         _, mine = self.digests()

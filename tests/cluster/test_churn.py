@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
+import elastic_spark as es
 from elastic_spark.core import events as ev
+from elastic_spark.testing.counting import counting_data
 
 from .conftest import Job
 
@@ -72,6 +75,53 @@ def test_twelve_kills_in_a_row_with_default_settings(job: Job) -> None:
     job.assert_counted(result, epochs=24)
     assert len(_gone(job)) >= 12
     job.assert_no_orphans()
+
+
+def test_a_newcomer_that_has_received_the_state_holds_it_though_its_source_dies_at_that_moment(job: Job) -> None:
+    """The only holder is killed between the broadcast of the state and the proof that all ranks agree."""
+    armed, half = job.folder / "armed", str(job.slow)
+
+    def train(ctx: object) -> dict[str, object]:
+        import horovod.torch as hvd
+        import torch
+
+        class Weights(torch.nn.ParameterDict):
+            def load_state_dict(self, *arguments: object, **options: object) -> object:
+                loaded = super().load_state_dict(*arguments, **options)
+                if armed.exists():
+                    source = int(armed.read_text())
+                    armed.unlink()
+                    os.kill(source, signal.SIGKILL)
+                return loaded
+
+        model = Weights({"w": torch.nn.Parameter(torch.zeros(1200))})
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=model.named_parameters(), op=hvd.Sum
+        )
+        state = es.ElasticState(model=model, optimizer=optimizer)
+
+        @hvd.elastic.run
+        def loop(state: es.ElasticState) -> dict[str, object]:
+            for batch in ctx.batches("train", state, epochs=6):  # type: ignore[attr-defined]
+                optimizer.zero_grad()
+                (-model["w"][batch["id"][: batch.rows]].sum()).backward()
+                optimizer.step()
+                time.sleep(0.04 if os.path.exists(half) else 0)
+                state.commit()
+            return {"w": model["w"].detach().numpy().copy()}
+
+        return loop(state)
+
+    job.run(train, num_proc=2, data={"train": counting_data(job.spark, 1200)})
+    world = job.wait_world(2)
+    armed.write_text(str(job.spawned(world[1]).pid))
+    job.kill_worker(world[0])
+    job.wait(lambda: set(world) <= _gone(job), 100.0, "both to be gone")
+    result = job.done()
+    job.assert_counted(result, epochs=6)
+    assert not armed.exists()
+    assert result.summary["steps_lost"] == 0
+    assert job.events(ev.StepsRolledBack, ev.Warned) == []
 
 
 def _gone(job: Job) -> set[str]:
