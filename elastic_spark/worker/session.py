@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,7 +184,7 @@ class WorkerSession:
 
     def _ensure_saver(self) -> _Saver:
         if self._saver is None:
-            self._saver = _Saver(self._channel, self.config)
+            self._saver = _Saver(self._channel, self.config, self._flush)
         self._saver.token = f"g{self._generation}-{self.config['worker']}"
         return self._saver
 
@@ -225,9 +225,9 @@ class WorkerSession:
 class _Saver:
     """Rank 0's checkpoints: when, from what, and how they are told."""
 
-    def __init__(self, channel: Channel, config: Mapping[str, Any]) -> None:
+    def __init__(self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None]) -> None:
         self.token = ""
-        self._channel = channel
+        self._channel, self._flush = channel, flush
         self._rpo_target_s, self._budget = config["rpo_target_s"], config["ckpt_budget"]
         self._store = CheckpointStore(config["checkpoint_uri"])
         self._writer = BackgroundWriter(self._store, self._done)
@@ -280,6 +280,7 @@ class _Saver:
                 reason = f"{type(outcome.error).__name__}: {outcome.error}"
                 self._channel.send({"type": "checkpoint_skipped", "step": outcome.step, "reason": reason})
             else:
+                self._flush()  # the driver must have been told of a step before it is told that the step is durable
                 part = json.loads(json.dumps(outcome.part.to_dict()))
                 message = {"type": "checkpoint", "part": part, "seconds": outcome.seconds, "fields": self._fields}
                 self._channel.send(message)
