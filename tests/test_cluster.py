@@ -152,12 +152,12 @@ def test_a_submitted_driver_is_told_before_it_is_killed(tmp_path):
         import pathlib, signal, sys, time
         folder = pathlib.Path({str(tmp_path)!r})
         def told(*_):
-            time.sleep(0.5)
+            time.sleep(0.5)  # a farewell takes a while, and is waited for
             (folder / "told").touch()
             sys.exit()
         signal.signal(signal.SIGTERM, told)
         (folder / "ready").touch()
-        time.sleep(600)
+        signal.pause()
         """)
     )
     with StandaloneCluster(workers=0) as cluster:
@@ -168,11 +168,11 @@ def test_a_submitted_driver_is_told_before_it_is_killed(tmp_path):
 
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     script = textwrap.dedent("""
-        import sys, time
+        import signal
         from elastic_spark.testing import StandaloneCluster
         cluster = StandaloneCluster(workers=1).start()
         print(cluster._marker, cluster.directory, flush=True)
-        time.sleep(600)
+        signal.pause()
         """)
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     bystander = subprocess.Popen(["sleep", "600"])
