@@ -291,7 +291,7 @@ class Controller:
         elif kind == "exited":
             code = message["code"]
             cause = "exited without returning" if code == 0 else "process died"
-            detail = f"signal {-code}" if code < 0 else f"exit code {code}"
+            detail = "exit code unknown" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
             self._turn(core.WorkerDown(message["worker"], cause, detail, code, message["tail"]))
 
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
