@@ -293,6 +293,7 @@ class World:
     def _judge_roll_backs(self) -> None:
         """Committed steps are lost only where nobody who held them lives."""
         holders: set[str] = set()
+        gone: set[str] = set()
         for event in self.events:
             if isinstance(event, ev.GenerationFormed):
                 new = set(event.joined)
@@ -300,9 +301,10 @@ class World:
                 holders = set(event.members) - new
             elif isinstance(event, ev.StepsCommitted):
                 formed = next(e for e in self.seen(ev.GenerationFormed) if e.generation == event.generation)
-                holders |= set(formed.members)
+                holders |= set(formed.members) - gone
             elif isinstance(event, (ev.WorkerLost, ev.WorkerLeft)):
                 holders.discard(event.worker)
+                gone.add(event.worker)
             elif isinstance(event, ev.StepsRolledBack):
                 assert not holders, f"{event} although {sorted(holders)} held the state"
 
