@@ -18,6 +18,7 @@ from elastic_spark.agent.forkserver import Forked, ForkServer, Interpreter, Star
 from elastic_spark.agent.process import MARK, worker_environment
 
 LIMIT_S = 90.0
+MEMORY = os.memfd_create("now"), os.memfd_create("before")
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def server() -> Iterator[ForkServer]:
 def started(server: ForkServer, *names: str) -> list[Started]:
     """Start workers and wait for them, as the agent does."""
     for name in names:
-        server.start(name)
+        server.start(name, MEMORY)
     deadline, found = time.monotonic() + LIMIT_S, []
     while len(found) < len(names):
         assert time.monotonic() < deadline, f"only {found} of {names} started"
@@ -90,7 +91,7 @@ def test_workers_outlive_their_server_and_the_next_one_comes_from_a_new_server(s
 
 
 def test_a_server_that_dies_while_it_imports_is_replaced_by_interpreters(server):
-    server.start("w1")
+    server.start("w1", MEMORY)
     os.kill(server._server.pid, signal.SIGKILL)
     process = started(server)
     deadline = time.monotonic() + LIMIT_S

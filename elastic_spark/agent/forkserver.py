@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -45,13 +45,14 @@ class Started(Protocol):
 class Interpreter:
     """A worker in an interpreter of its own."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], memory: Sequence[int]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "elastic_spark.worker.main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=env,
+            env={**env, "ELASTIC_SPARK_MEMORY": ",".join(map(str, memory))},
+            pass_fds=memory,
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -75,9 +76,10 @@ class Forked:
 
 @dataclass
 class _Request:
-    """A worker that was asked for: this side's ends of its pipes, and until when the answer may come."""
+    """A worker that was asked for: its memory, this side's ends of its pipes, until when the answer may come."""
 
     name: str
+    memory: Sequence[int]
     stdin: IO[bytes]
     stdout: IO[bytes]
     deadline: float
@@ -110,18 +112,23 @@ class ForkServer:
         """To wait on for news."""
         return [self._control.fileno()] if self._control is not None else []
 
-    def start(self, name: str) -> None:
-        """Ask for a new worker process."""
+    def start(self, name: str, memory: Sequence[int]) -> None:
+        """Ask for a new worker process.
+
+        Args:
+            name: of the worker.
+            memory: two descriptors, for its snapshots and of its predecessor's; to stay open until the next `start`.
+        """
         if self.refused is not None:
-            self._interpret(name)
+            self._interpret(name, memory)
             return
         try:
             if self._server is None or self._server.poll() is not None:
                 self._launch()
-            self._ask(name)
+            self._ask(name, memory)
         except OSError as error:
             self._refuse(str(error))
-            self._interpret(name)
+            self._interpret(name, memory)
 
     def poll(self) -> list[tuple[str, Started]]:
         """``(name, process)`` of those that have started since the last call."""
@@ -169,14 +176,15 @@ class ForkServer:
             )
         self._control, self._guard = ours, Guard(self._server.pid)
 
-    def _ask(self, name: str) -> None:
+    def _ask(self, name: str, memory: Sequence[int]) -> None:
         assert self._control is not None
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
-        request = _Request(name, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"), time.monotonic() + ANSWER_S)
+        deadline = time.monotonic() + ANSWER_S
+        request = _Request(name, memory, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"), deadline)
         try:
             message = json.dumps({"mark": self._mark[1] + name}).encode()
-            socket.send_fds(self._control, [message], [theirs_in, theirs_out])
+            socket.send_fds(self._control, [message], [theirs_in, theirs_out, *memory])
         except OSError:
             request.stdin.close()
             request.stdout.close()
@@ -211,7 +219,7 @@ class ForkServer:
             request = self._requests.popleft()
             request.stdin.close()
             request.stdout.close()
-            self._interpret(request.name)
+            self._interpret(request.name, request.memory)
 
-    def _interpret(self, name: str) -> None:
-        self._started.append((name, Interpreter({**self._env, self._mark[0]: self._mark[1] + name})))
+    def _interpret(self, name: str, memory: Sequence[int]) -> None:
+        self._started.append((name, Interpreter({**self._env, self._mark[0]: self._mark[1] + name}, memory)))

@@ -78,6 +78,7 @@ class _Agent:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(resources["gpu"])
         self._forks = ForkServer(env, (MARK, mark), refused=_why_not_fork(launch, resources))
         self._awaited: set[str] = set()
+        self._memory = _Memory()
         self._processes: dict[int, WorkerProcess] = {}
         self._ticks: dict[str, int | None] = {}
 
@@ -105,7 +106,7 @@ class _Agent:
         kind = message["type"]
         if kind == "spawn":
             self._awaited.add(message["worker"])
-            self._forks.start(message["worker"])
+            self._forks.start(message["worker"], self._memory.for_next())
         elif kind == "kill":
             self._awaited.discard(message["worker"])
             for process in self._processes.values():
@@ -161,6 +162,22 @@ class _Agent:
         self._processes.clear()
         self._forks.close()
         self._channel.close()
+
+
+class _Memory:
+    """The memory of the worker, and of the last one before it that has left a snapshot there."""
+
+    def __init__(self) -> None:
+        self._now, self._before = os.memfd_create("elastic_spark"), os.memfd_create("elastic_spark")
+
+    def for_next(self) -> tuple[int, int]:
+        """Descriptors for the next worker: its own memory, and its predecessor's; both stay this side's."""
+        used = os.pread(self._now, 8, 0).strip(b"\0")
+        os.close(self._before if used else self._now)
+        if used:
+            self._before = self._now
+        self._now = os.memfd_create("elastic_spark")
+        return self._now, self._before
 
 
 def _why_not_fork(launch: Launch, resources: dict[str, list[str]]) -> str | None:

@@ -2,9 +2,9 @@
 
 So a worker that died is replaced in a tenth of a second on an executor that lives, where a new interpreter takes two or
 three seconds. Started by the agent as ``python -m elastic_spark.worker.forkserver FD``, where FD is one end of a
-`SOCK_SEQPACKET` pair. A request is one message ``{"mark": ...}`` with two descriptors, the worker's standard input and
-its output; the answer is ``{"pid": ...}`` with the worker's pidfd, later followed by ``{"pid": ..., "code": ...}``
-when that worker has ended.
+`SOCK_SEQPACKET` pair. A request is one message ``{"mark": ...}`` with four descriptors: the worker's standard input,
+its output, the memory for its snapshots, and that of its predecessor. The answer is ``{"pid": ...}`` with the worker's
+pidfd, later followed by ``{"pid": ..., "code": ...}`` when that worker has ended.
 
 Only the thread that calls fork lives on in a child, so this process must have no other but those of libraries that are
 written for that: where an import has started one, it answers ``{"refused": why}``, and the agent starts an interpreter
@@ -48,7 +48,7 @@ def main(descriptor: int) -> None:
             if one != descriptor:
                 _reap(control, one, children.pop(one))
                 continue
-            request, fds, _, _ = socket.recv_fds(control, 4096, 2)
+            request, fds, _, _ = socket.recv_fds(control, 4096, 4)
             if not request:
                 return
             if threads := _threads():
@@ -93,7 +93,8 @@ def _become_worker(mark: str, fds: list[int], worker_main: Callable[[], int]) ->
         os.dup2(fds[0], 0)
         os.dup2(fds[1], 1)
         os.dup2(fds[1], 2)
-        _close(fds)
+        _close(fds[:2])
+        os.environ["ELASTIC_SPARK_MEMORY"] = f"{fds[2]},{fds[3]}"
         code = worker_main()
     except BaseException:
         traceback.print_exc()
