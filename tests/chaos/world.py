@@ -294,14 +294,14 @@ class World:
         """Committed steps are lost only where nobody who held them lives."""
         holders: set[str] = set()
         gone: set[str] = set()
+        members: set[str] = set()
         for event in self.events:
             if isinstance(event, ev.GenerationFormed):
-                new = set(event.joined)
-                assert len(set(event.members)) == len(event.members), f"a worker twice in a world: {event}"
-                holders = set(event.members) - new
+                members = set(event.members)
+                assert len(members) == len(event.members), f"a worker twice in a world: {event}"
+                holders &= members
             elif isinstance(event, ev.StepsCommitted):
-                formed = next(e for e in self.seen(ev.GenerationFormed) if e.generation == event.generation)
-                holders |= set(formed.members) - gone
+                holders = members - gone
             elif isinstance(event, (ev.WorkerLost, ev.WorkerLeft)):
                 holders.discard(event.worker)
                 gone.add(event.worker)

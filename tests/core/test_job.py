@@ -222,6 +222,19 @@ def test_what_comes_from_memory_is_waited_for_but_not_for_ever() -> None:
     one(run.wait(2.2, "*"), core.Form, members=("w2", "w3"), found=-1)
 
 
+def test_a_newcomer_left_alone_without_the_state_waits_for_what_the_others_left_in_memory() -> None:
+    run = Script(num_proc=2, settle_s=2.0).running()
+    run.down("w1")
+    run.ask("w0", step=5)
+    run.initialise()
+    run.ready("w2")
+    run.wait(0.5, "*")
+    run.ask("w0", step=8, reason="reset")
+    run.down("w0")
+    assert of(run.ask("w2", step=-1), core.Form) == []
+    one(run(core.Ready("w3", 8, 2)), core.Form, members=("w3", "w2"), joined=("w3",), step=-1, found=8, restore=True)
+
+
 def test_what_a_survivor_holds_is_preferred_to_memory() -> None:
     run = Script(num_proc=2).running()
     run.down("w1")

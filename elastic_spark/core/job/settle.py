@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_spark.core.job.effects import BreakGeneration, Form, Notify, SaveNow
 from elastic_spark.core.job.inputs import ASKED_ON_PURPOSE
-from elastic_spark.core.job.state import Ended, Stage, Worker
+from elastic_spark.core.job.state import Ended, Job, Stage, Worker
 from elastic_spark.core.job.turn import Turn
 from elastic_spark.core.job.world import Plan, next_world
 from elastic_spark.core.policy import is_repeated
@@ -122,8 +122,14 @@ def _supersede(turn: Turn) -> None:
 
 
 def _consider_next(turn: Turn) -> None:
-    """All live members ask: the next generation, as soon as it is large enough."""
+    """All live members ask: the next generation, as soon as it is large enough.
+
+    Where those who held the state are gone, it may be in the memory that one of those who are about to come finds.
+    """
     job, options = turn.job, turn.job.options
+    state_lost = job.formed_step >= 0 and all(member.step < 0 for member in job.live_members())
+    if state_lost and _awaits_memory(turn, job.ending_since):
+        return
     plan = next_world(job, turn.clock)
     if plan.size >= options.min_num_proc:
         _form(turn, plan)
@@ -144,15 +150,23 @@ def _consider_start(turn: Turn) -> None:
     if job.generation == 0:
         option, limit, since = "start_timeout", options.start_timeout, job.started
     late = turn.clock - since > limit
-    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
-    coming = any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
-    settled = not coming and turn.clock - job.arrived >= options.settle_s
-    if job.generation > 0 and coming and turn.clock - since < options.settle_s:
+    settled = not _is_somebody_coming(job) and turn.clock - job.arrived >= options.settle_s
+    if job.generation > 0 and _awaits_memory(turn, since):
         return
     if plan.size >= options.num_proc or (plan.size >= options.min_num_proc and (settled or late)):
         _form(turn, plan)
     elif late:
         _too_few(turn, plan.size, option, limit)
+
+
+def _is_somebody_coming(job: Job) -> bool:
+    """Whether a worker is about to be ready. One that failed twice is not counted on."""
+    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
+    return any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
+
+
+def _awaits_memory(turn: Turn, since: float) -> bool:
+    return _is_somebody_coming(turn.job) and turn.clock - since < turn.job.options.settle_s
 
 
 def _too_few(turn: Turn, have: int, option: str, limit: float) -> None:
