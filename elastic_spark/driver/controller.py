@@ -258,6 +258,7 @@ class Controller:
             self._turn(core.AgentDown(name, "its connection ended"))
         elif self._workers.get(name) is connection:
             del self._workers[name]
+            self._found.pop(name, None)
             self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(name, "process died", "connection ended"))
 
     def _received(self, connection: Connection, message: Message, blob: bytes) -> None:
@@ -355,6 +356,7 @@ class Controller:
     def _fence(self, worker: str, kind: str, reason: str) -> None:
         """The worker's last message. Its connection is closed from this side, so nothing it says counts any more."""
         connection = self._workers.pop(worker, None)
+        self._found.pop(worker, None)
         if connection is not None:
             self._names.pop(connection, None)
             connection.send({"type": kind, "reason": reason})
@@ -396,9 +398,7 @@ class Controller:
         finder, from_memory = effect.members[0], effect.found > step
         if from_memory:
             step, restored = effect.found, None
-            self._ledger.find(self._found[finder])
-        for worker in effect.joined:
-            self._found.pop(worker, None)
+            self._ledger.find(self._found.get(finder, []))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
         lanes = {
