@@ -272,6 +272,7 @@ class _Run:
             job_id=self.job_id,
             plans=plans,
             seed=settings.seed,
+            balance=settings.balance,
             journal=journal,
             store=self.store,
             keep=settings.keep_checkpoints,

@@ -155,6 +155,16 @@ class WorkerLeft(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LanesUnbalanced(Event):
+    """Ownership of lanes does not fit the workers' speeds, ``rows_per_s``: a change of the world is asked for, after
+    which it does. ``gain``: share of a step's time that this is expected to save."""
+
+    generation: int
+    rows_per_s: Mapping[str, float]
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationEnding(Event):
     """The members of this generation are being gathered for the next one."""
 

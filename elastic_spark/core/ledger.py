@@ -16,13 +16,17 @@ from elastic_spark.core import events as ev
 
 @dataclass(frozen=True)
 class Report:
-    """One commit of one rank. ``cursors[dataset] = (epoch, offset)`` of the global batch that the step consumed."""
+    """One commit of one rank. ``cursors[dataset] = (epoch, offset)`` of the global batch that the step consumed.
+
+    ``own_s``: the rank's own seconds in the step: all but the wait for data and for others; 0 where it is not known.
+    """
 
     step: int
     at: float
     rows: int = 0
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
+    own_s: float = 0.0
 
 
 class Ledger:

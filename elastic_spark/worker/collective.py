@@ -246,6 +246,24 @@ def reset_optimizer_handles(optimizer: Any) -> None:
         optimizer._group_counts[group] = 0
 
 
+def watch_synchronize(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls ``before`` and ``after`` around the wait of a ``DistributedOptimizer`` for the other ranks.
+
+    Gradients travel while the backward pass goes on; only ``synchronize``, called by ``step`` or by the user, waits.
+    An optimizer that is not Horovod's is left as it is.
+    """
+    waiting = getattr(optimizer, "synchronize", None)
+    if waiting is None:
+        return
+
+    def synchronize() -> None:
+        before()
+        waiting()
+        after()
+
+    optimizer.synchronize = synchronize
+
+
 def _installed() -> _World:
     if _world is None:
         raise RuntimeError("the collective seam is not installed")

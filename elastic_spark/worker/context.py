@@ -81,10 +81,10 @@ class Context:
         try:
             epoch, offset = state.cursor(name) if state is not None else (0, 0)
             while epoch < epochs:
-                for batch in reader.batches(epoch, offset):
-                    if state is not None:
-                        state.drew(name, epoch, batch.offset, batch.rows)
-                    yield batch
+                batches = reader.batches(epoch, offset)
+                if state is not None:
+                    batches = _counted(batches, name, state)
+                yield from batches
                 epoch, offset = epoch + 1, 0
         finally:
             reader.close()
@@ -94,3 +94,12 @@ class Context:
             known: Any = sorted(self._datasets) or "none: give es.run(data={...})"
             raise DataError(f"no data set {name!r}; known are {known}")
         return self._datasets[name]
+
+
+def _counted(batches: Iterator[Batch], name: str, state: ElasticState) -> Iterator[Batch]:
+    """The batches; ``state`` is told when the loop waits for one, and of each that it gets."""
+    state.draws()
+    for batch in batches:
+        state.drew(name, batch.epoch, batch.offset, batch.rows)
+        yield batch
+        state.draws()

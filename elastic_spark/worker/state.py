@@ -37,6 +37,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from elastic_spark.core.ledger import Report
 from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, tree
+from elastic_spark.worker.pace import StepClock
 from elastic_spark.worker.session import session
 
 #: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
@@ -67,9 +68,11 @@ class ElasticState(State):  # type: ignore[misc]
         self._cursors: dict[str, tuple[int, int]] = {}
         self._drawn: dict[str, list[tuple[int, int, int]]] = {}
         self._optimizer_steps = 0
+        self._clock = StepClock()
         for item in self._objects.values():
             if isinstance(item, torch.optim.Optimizer):
                 item.register_step_post_hook(self._note_step)
+                collective.watch_synchronize(item, self._clock.meets, self._clock.works)
         self._snapshot: tuple[int, Any, dict[str, torch.Tensor]] | None = None
         self._snapshot_cost_s = 0.0
         self._snapshot_at = 0.0
@@ -99,6 +102,7 @@ class ElasticState(State):  # type: ignore[misc]
         """`commit` without looking for changes of the world."""
         steps = max((len(drawn) for drawn in self._drawn.values()), default=0) or 1
         at = time.time()
+        own_s = self._clock.take() / steps
         reports = []
         for i in range(steps):
             taken = {name: drawn[i] for name, drawn in self._drawn.items() if i < len(drawn)}
@@ -109,6 +113,7 @@ class ElasticState(State):  # type: ignore[misc]
                     rows=sum(rows for _, _, rows in taken.values()),
                     cursors={name: (epoch, offset) for name, (epoch, offset, _) in taken.items()},
                     values={name: float(value) for name, value in values.items()} if i == steps - 1 else {},
+                    own_s=own_s,
                 )
             )
         self.step += steps
@@ -256,6 +261,8 @@ class ElasticState(State):  # type: ignore[misc]
 
     def on_reset(self) -> None:
         self._drawn = {}
+        self._clock.rests()
+        self._clock.take()
         super().on_reset()
 
     def _agree(self, mine: bytes) -> bool:
@@ -304,9 +311,14 @@ class ElasticState(State):  # type: ignore[misc]
         """``(epoch, offset)`` of the next global batch that is not committed yet."""
         return self._cursors.get(dataset, (0, 0))
 
+    def draws(self) -> None:
+        """The loop waits for its next batch."""
+        self._clock.rests()
+
     def drew(self, dataset: str, epoch: int, offset: int, rows: int) -> None:
         """A batch was handed to the loop: the next commit counts it as consumed."""
         self._drawn.setdefault(dataset, []).append((epoch, offset, rows))
+        self._clock.works()
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
