@@ -356,6 +356,7 @@ class _Run:
                     global_batch=plan.global_batch,
                     steps_per_epoch=plan.steps_per_epoch,
                     row_groups=len(plan.groups),
+                    shuffle=plan.shuffle,
                 )
             )
         for sentence in spark.settings_that_hurt(self.context):

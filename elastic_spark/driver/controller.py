@@ -77,7 +77,10 @@ class Controller:
         self._worker_output, self._on_generation, self._on_agent = worker_output, on_generation, on_agent
         self._wall, self._mono = time.time(), time.monotonic()
         self._job = core.start(options, self._now())
-        self._ledger = Ledger(resumed.step if resumed is not None else 0)
+        self._ledger = Ledger(
+            resumed.step if resumed is not None else 0,
+            planned=lambda name, epoch, offset: plans[name].row_hash(epoch, offset),
+        )
         self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
         self._agents: dict[str, Connection] = {}
         self._workers: dict[str, Connection] = {}
@@ -310,8 +313,8 @@ class Controller:
             self._turn(core.Heard(worker, message["where"]))
         elif kind == "progress":
             reports = [
-                Report(step, at, rows, {name: (int(e), int(o)) for name, (e, o) in cursors.items()}, values, own_s)
-                for step, at, rows, cursors, values, own_s in message["reports"]
+                Report(**{**item, "cursors": {name: (int(e), int(o)) for name, (e, o) in item["cursors"].items()}})
+                for item in message["reports"]
             ]
             self._ledger.report(worker, message["generation"], reports)
             if self._pace is not None:

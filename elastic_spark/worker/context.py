@@ -98,8 +98,13 @@ class Context:
 
 def _counted(batches: Iterator[Batch], name: str, state: ElasticState) -> Iterator[Batch]:
     """The batches; ``state`` is told when the loop waits for one, and of each that it gets."""
+    from elastic_spark.worker.state import Drawn
+
     state.draws()
-    for batch in batches:
-        state.drew(name, batch.epoch, batch.offset, batch.rows)
-        yield batch
-        state.draws()
+    try:
+        for batch in batches:
+            state.drew(name, Drawn(batch.epoch, batch.offset, batch.rows, batch.row_hash))
+            yield batch
+            state.draws()
+    finally:
+        state.draws_no_more()

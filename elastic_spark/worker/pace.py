@@ -20,33 +20,44 @@ import torch
 
 
 class StepClock:
-    """Adds up the own time between two commits."""
+    """Adds up, between two commits, the own time and the wait for data. What passes otherwise is in neither."""
 
     def __init__(self) -> None:
-        self._own_s = 0.0
-        self._since: float | None = None
+        self._seconds = {"own": 0.0, "data": 0.0}
+        self._runs: str | None = None
+        self._since = 0.0
 
     def works(self) -> None:
         """From here on it is own time."""
-        self._since = time.perf_counter()
+        self._turn("own")
 
-    def rests(self) -> None:
-        """From here on it is not."""
-        if self._since is not None:
-            self._own_s += time.perf_counter() - self._since
-            self._since = None
+    def awaits_data(self) -> None:
+        """From here on the next batch is waited for."""
+        self._turn("data")
 
-    def meets(self) -> None:
-        """The others are waited for now."""
+    def awaits_others(self) -> None:
+        """From here on the other ranks are."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
-        self.rests()
+        self._turn(None)
 
-    def take(self) -> float:
-        """The own seconds since the last call; a time that runs goes on."""
-        running = self._since is not None
-        self.rests()
-        own_s, self._own_s = self._own_s, 0.0
-        if running:
-            self.works()
-        return own_s
+    def rests(self) -> None:
+        """From here on it is neither."""
+        self._turn(None)
+
+    def take(self) -> tuple[float, float]:
+        """Own seconds and seconds of waiting for data since the last call. The time that runs goes on."""
+        self._turn(self._runs)
+        taken, self._seconds = self._seconds, {"own": 0.0, "data": 0.0}
+        return taken["own"], taken["data"]
+
+    def stop(self) -> None:
+        """Forget what was taken; nothing runs."""
+        self._turn(None)
+        self.take()
+
+    def _turn(self, to: str | None) -> None:
+        now = time.perf_counter()
+        if self._runs is not None:
+            self._seconds[self._runs] += now - self._since
+        self._runs, self._since = to, now

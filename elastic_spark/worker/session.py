@@ -165,7 +165,7 @@ class WorkerSession:
         with self._reporting:
             reports, self._reports = self._reports, []
             if reports:
-                items = [[r.step, r.at, r.rows, dict(r.cursors), dict(r.values), r.own_s] for r in reports]
+                items = [vars(report) for report in reports]
                 self._channel.send({"type": "progress", "generation": self._generation, "reports": items})
 
     # --------------------------------------------------------------------------------------------- checkpoints

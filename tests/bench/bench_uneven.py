@@ -2,7 +2,7 @@
 
     python tests/bench/bench_uneven.py [seconds] [slow factor] [workers]
 
-Real worker processes on a Spark of its own, ``local[workers]``. A step sleeps for 2 ms a row (the slow worker: twice as
+Real worker processes on a Spark of its own, ``local[workers]``. A step sleeps for 4 ms a row (the slow worker: twice as
 long), so that the machine's cores, of which there may be fewer than workers, are not what is measured.
 
 * ``ideal_rows_per_s``: the sum of the workers' own rates by the sleep alone.
@@ -26,7 +26,7 @@ from elastic_spark.core import events as ev
 from elastic_spark.runner import session
 from elastic_spark.testing.counting import assert_exact, counting_data, train_counting
 
-ROW_S, BATCH = 0.002, 512
+ROW_S, BATCH = 0.004, 512
 
 
 def main() -> None:
