@@ -48,7 +48,7 @@ class JobConfig:
         lanes: data partitions; fixed for the job; default: a multiple of the largest world.
         seed, shuffle: the order of rows is a function of these and of the data.
         balance: workers that are measured to be slower own fewer lanes; the gradient stays that of the whole batch.
-        cache_dir: directory on the workers' machines for the Arrow cache; default: a temporary directory.
+        cache_dir: directory on the workers' machines where decoded rows are kept; default: in Spark's local directory.
         data_uri: where a DataFrame is frozen to as Parquet; default: below ``work_dir``. Must be shared storage where
             executors run on other machines.
 

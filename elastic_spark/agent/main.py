@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_spark.agent.cache import default_cache_dir
 from elastic_spark.agent.process import WorkerProcess, sweep
 from elastic_spark.errors import ProtocolError
 from elastic_spark.transport import Channel
@@ -108,6 +109,7 @@ class _Agent:
     def _spawn(self, worker: str) -> None:
         config = {
             **self._launch.worker,
+            "cache_dir": self._launch.worker.get("cache_dir") or default_cache_dir(os.environ),
             "address": list(self._launch.address),
             "key": self._launch.key.hex(),
             "worker": worker,
