@@ -93,7 +93,7 @@ def audit_rows(
 
 
 def sequence_digest(batches: Iterable[tuple[int, int]]) -> str:
-    """SHA-256, in hex, over ``(offset, row hash)`` of each batch: unsigned 64-bit numbers, most significant byte first."""
+    """SHA-256, in hex, over ``(offset, row hash)`` of each batch, as unsigned 64-bit numbers, highest byte first."""
     digest = hashlib.sha256()
     for offset, row_hash in batches:
         digest.update(struct.pack(">QQ", offset, row_hash))

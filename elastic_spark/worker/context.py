@@ -68,7 +68,7 @@ class Context:
             epochs: how many passes over the data.
 
         Yields:
-            Batches of tensors by column, each with this worker's rows. A worker without rows in a step gets one row
+            Batches of tensors by column, each with this worker's rows. A worker without rows in a step gets two rows
             with ``weight`` 0, so that it takes part in the collectives and changes nothing.
         """
         from elastic_spark.worker.data import LaneReader
