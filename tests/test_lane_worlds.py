@@ -40,9 +40,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return freeze(folder / "in", folder / "out", name="train")
 
 
-def trainer(gate: str = "", wait_at: tuple[int, ...] = ()) -> Any:
-    """A float32 MLP under Adam. Where ``gate`` is a file's path, no step after those of ``wait_at`` is begun before the
-    file holds as many characters as there are such steps up to it: so the world can be changed at chosen steps."""
+def trainer(
+    gate: str = "", wait_at: tuple[int, ...] = (), epochs: int = EPOCHS, row_s: float = 0.0, slow: str = ""
+) -> Any:
+    """A float32 MLP under Adam.
+
+    Where ``gate`` is a file's path, no step after those of ``wait_at`` is begun before the file holds as many
+    characters as there are such steps up to it: so the world can be changed at chosen steps. ``row_s``: seconds to
+    sleep for each row, three times as long on the worker named ``slow``.
+    """
 
     def train(ctx: Any) -> dict[str, Any]:
         import os
@@ -52,7 +58,9 @@ def trainer(gate: str = "", wait_at: tuple[int, ...] = ()) -> Any:
         import torch
 
         import elastic_spark as es
+        from elastic_spark.worker.session import session
 
+        pause_s = row_s * (3 if session().config["worker"] == slow else 1)
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         optimizer = hvd.DistributedOptimizer(
@@ -62,7 +70,8 @@ def trainer(gate: str = "", wait_at: tuple[int, ...] = ()) -> Any:
 
         @hvd.elastic.run
         def loop(state: Any) -> dict[str, Any]:
-            for batch in ctx.batches("train", state, epochs=3):
+            for batch in ctx.batches("train", state, epochs=epochs):
+                time.sleep(batch.rows * pause_s)
                 optimizer.zero_grad()
                 loss = torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"]) * batch.weight
                 loss.backward()
@@ -138,14 +147,37 @@ def churned(template: Template, data: Manifest, tmp_path: Path) -> tuple[list[fl
     return first["losses"], [epoch["digest"] for epoch in summary["epochs"]]
 
 
-def assert_audited(job: BareJob, data: Manifest) -> None:
+def test_a_slow_worker_gets_fewer_rows_and_the_gradient_stays_that_of_the_whole_batch(
+    template: Template, data: Manifest, tmp_path: Path
+) -> None:
+    """One of three takes three times as long for a row. The losses are those of a single worker, to rounding."""
+    options: dict[str, Any] = {"global_batch": 96, "max_num_proc": 3}
+    with BareJob(template, tmp_path / "one", trainer(epochs=12), {"train": data}, num_proc=1, **options) as reference:
+        expected = reference.done()[0]["losses"]
+    train = trainer(epochs=12, row_s=0.001, slow="w1")
+    with BareJob(template, tmp_path / "job", train, {"train": data}, num_proc=3, balance=True, **options) as job:
+        losses = job.done()[0]["losses"]
+    assert deviation(losses, expected) <= 1e-5
+    assert_audited(job, data, epochs=12)
+    assert [change["cause"] for change in job.summary()["changes"]] == ["uneven speed"]
+    fact, formed = job.events(ev.LanesUnbalanced)[0], job.events(ev.GenerationFormed)
+    owned = [dict(zip(e.members, map(len, e.lanes["train"]), strict=True)) for e in formed]
+    assert owned[0] == {"w0": 32, "w1": 32, "w2": 32}
+    assert 10 <= owned[1].pop("w1") <= 20
+    assert all(38 <= lanes <= 43 for lanes in owned[1].values())
+    others = fact.rows_per_s["w0"], fact.rows_per_s["w2"]
+    assert all(2.0 <= speed / fact.rows_per_s["w1"] <= 4.0 for speed in others), "the wait for others is not own time"
+
+
+def assert_audited(job: BareJob, data: Manifest, epochs: int = EPOCHS) -> None:
     """Each row once an epoch, and the digests are those that manifest, seed and log give."""
     summary = job.summary()
     rows = [(epoch["rows_once"], epoch["rows_twice"], epoch["rows_never"]) for epoch in summary["epochs"]]
-    assert rows == [(ROWS, 0, 0)] * EPOCHS
+    assert rows == [(ROWS, 0, 0)] * epochs
     assert summary["rows_unexplained"] == 0
+    assert 0 < summary["data_wait_fraction"] < 1
     checks = check_digests(summary["epochs"], job.events(ev.DatasetFrozen), [data])
-    assert [good for _, good in checks] == [True] * EPOCHS, checks
+    assert [good for _, good in checks] == [True] * epochs, checks
 
 
 def with_batch_norm(ctx: Any) -> dict[str, Any]:
