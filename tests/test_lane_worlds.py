@@ -14,9 +14,11 @@ from bare_job import BareJob
 from collective_world import Template
 
 from elastic_spark.core import events as ev
+from elastic_spark.core import job as core
 from elastic_spark.core.audit import check_digests
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.driver.freeze import freeze
+from elastic_spark.testing.counting import assert_exact
 
 ROWS, EPOCHS, BATCH, WIDTH = 1003, 3, 32, 8
 STEPS = EPOCHS * -(-ROWS // BATCH)
@@ -251,3 +253,128 @@ def test_a_worker_that_takes_the_place_of_another_decodes_nothing_again(template
         gate.write_text("xx")
         job.done()
     assert job.summary()["rows_once"] == ROWS * EPOCHS
+
+
+# ---- field bugs: each id is counted, in the weights of the counting model, and no rank is left waiting
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Ids 0 .. 237 in files of 100, 101, 37 and 0 rows."""
+    folder = tmp_path_factory.mktemp("uneven")
+    (folder / "in").mkdir()
+    for part, ids in enumerate(np.split(np.arange(238), [100, 201, 238])):
+        pq.write_table(pa.table({"id": pa.array(ids, pa.int64())}), folder / f"in/{part}.parquet")
+    return freeze(folder / "in", folder / "out", name="train")
+
+
+def counter(gate: str = "", wait_at: tuple[int, ...] = (), every: int = 1, die_at: int = 0) -> Any:
+    """Trains the counting model for two epochs, with a validation pass that counts the ids after each of them.
+
+    ``gate``, ``wait_at`` as for `trainer`. ``every``: batches from one commit to the next. ``die_at``: where ``gate``
+    is a file, the worker of rank 1 removes it and is killed after so many batches.
+    """
+
+    def train(ctx: Any) -> dict[str, Any]:
+        import os
+        import signal
+        import time
+
+        import horovod.torch as hvd
+        import torch
+
+        import elastic_spark as es
+
+        model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(238))})
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=model.named_parameters(), op=hvd.Sum
+        )
+        state = es.ElasticState(model=model, optimizer=optimizer, seen=[])
+
+        @hvd.elastic.run
+        def loop(state: Any) -> dict[str, Any]:
+            while len(state.seen) < 2:
+                for batch in ctx.batches("train", state, epochs=len(state.seen) + 1):
+                    optimizer.zero_grad()
+                    (-model["w"][batch["id"][: batch.rows]].sum()).backward()
+                    optimizer.step()
+                    number = batch.epoch * ctx.steps_per_epoch("train") + batch.offset + 1
+                    if number == die_at and hvd.rank() == 1 and os.path.exists(gate):
+                        os.unlink(gate)
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if number % every == 0 or batch.offset + 1 == ctx.steps_per_epoch("train"):
+                        state.commit()
+                    while os.path.exists(gate) and os.path.getsize(gate) < sum(state.step >= step for step in wait_at):
+                        state.check_host_updates()
+                        time.sleep(0.005)
+                counts = torch.zeros(238)
+                for batch in ctx.batches("train"):
+                    counts[batch["id"][: batch.rows]] += 1
+                    hvd.allreduce(torch.ones(1), name="each batch")  # whoever has fewer would hold up the others
+                state.seen.append(hvd.allreduce(counts, op=hvd.Sum, name="counts").tolist())
+                state.commit()
+            return {"w": model["w"].detach().numpy().copy(), "seen": state.seen, "size": hvd.size()}
+
+        return loop(state)
+
+    return train
+
+
+def assert_counted(job: BareJob, size: int) -> None:
+    first = job.done()[0]
+    assert_exact(first["w"], epochs=2)
+    assert first["seen"] == [[1.0] * 238] * 2
+    assert first["size"] == size
+    summary = job.summary()
+    assert (summary["rows_once"], summary["rows_twice"], summary["rows_never"]) == (476, 0, 0)
+
+
+@pytest.mark.parametrize("batch", [10, 101])
+def test_epochs_end_on_all_ranks_at_once_also_after_a_resize_at_the_last_but_one_batch(
+    template: Template, uneven: Manifest, tmp_path: Path, batch: int
+) -> None:
+    """BR-03: files of 100, 101, 37 rows and an empty one on 3 workers; a fourth one joins."""
+    steps, gate = -(-238 // batch), tmp_path / "gate"
+    gate.touch()
+    train = counter(str(gate), (steps - 1,))
+    with BareJob(template, tmp_path / "job", train, {"train": uneven}, num_proc=3, global_batch=batch) as job:
+        job.until(lambda: job.steps() >= steps - 1)
+        job.add_agents(1)
+        job.until(lambda: len(job.events(ev.GenerationFormed)[-1].members) == 4)
+        gate.write_text("x")
+        assert_counted(job, 4)
+
+
+def test_scaling_down_in_good_order_repeats_nothing_and_a_kill_forgets_nothing(
+    template: Template, uneven: Manifest, tmp_path: Path
+) -> None:
+    """BR-01 and BR-02, in one epoch: one of four workers drains, then another one is killed."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    train = counter(str(gate), (8, 16))
+    with BareJob(template, tmp_path / "job", train, {"train": uneven}, num_proc=4, global_batch=10) as job:
+        job.until(lambda: job.steps() >= 8)
+        job.controller.post(core.Draining("2", "a spot notice"))
+        job.until(lambda: len(job.events(ev.GenerationFormed)[-1].members) == 3)
+        gate.write_text("x")
+        job.until(lambda: job.steps() >= 16)
+        job.kill(job.events(ev.GenerationFormed)[-1].members[1])
+        gate.write_text("xx")
+        assert_counted(job, 2)
+    assert [event.reason for event in job.events(ev.WorkerLeft)][:1] == ["draining"]
+    assert len(job.events(ev.WorkerLost)) == 1
+
+
+@pytest.mark.parametrize(("every", "die_at"), [(5, 12), (5, 15), (100, 40)])
+def test_what_was_not_committed_is_trained_again_once(
+    template: Template, uneven: Manifest, tmp_path: Path, every: int, die_at: int
+) -> None:
+    """BR-02: a worker dies between two commits, at one, and in the second epoch where only its end is committed."""
+    flag = tmp_path / "flag"
+    flag.touch()
+    train = counter(str(flag), every=every, die_at=die_at)
+    with BareJob(template, tmp_path / "job", train, {"train": uneven}, num_proc=3, global_batch=10) as job:
+        job.done()
+        assert_counted(job, job.done()[0]["size"])
+    assert not flag.exists()
+    assert len(job.events(ev.WorkerLost)) == 1

@@ -98,12 +98,10 @@ class Context:
 
 def _counted(batches: Iterator[Batch], name: str, state: ElasticState) -> Iterator[Batch]:
     """The batches; ``state`` is told when the loop waits for one, and of each that it gets."""
-    from elastic_spark.worker.state import Drawn
-
     state.draws()
     try:
         for batch in batches:
-            state.drew(name, Drawn(batch.epoch, batch.offset, batch.rows, batch.row_hash))
+            state.drew(name, batch)
             yield batch
             state.draws()
     finally:

@@ -26,7 +26,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -39,6 +39,9 @@ from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, tree
 from elastic_spark.worker.pace import StepClock
 from elastic_spark.worker.session import session
+
+if TYPE_CHECKING:
+    from elastic_spark.worker.data import Batch
 
 #: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
 SNAPSHOT_BUDGET = 0.01
@@ -328,10 +331,11 @@ class ElasticState(State):  # type: ignore[misc]
         """The loop has had its last batch."""
         self._clock.rests()
 
-    def drew(self, dataset: str, batch: Drawn) -> None:
+    def drew(self, dataset: str, batch: Batch) -> None:
         """A batch is handed to the loop: the next commit counts it as consumed."""
-        self._drawn.setdefault(dataset, []).append(batch)
         self._clock.works()
+        drawn = Drawn(batch.epoch, batch.offset, batch.rows, batch.row_hash)
+        self._drawn.setdefault(dataset, []).append(drawn)
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
