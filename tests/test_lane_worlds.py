@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from elastic_spark.core.audit import check_digests
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.driver.freeze import freeze
 from elastic_spark.testing.counting import assert_exact
+from elastic_spark.worker.rows import RowStore
 
 ROWS, EPOCHS, BATCH, WIDTH = 1003, 3, 32, 8
 STEPS = EPOCHS * -(-ROWS // BATCH)
@@ -378,3 +380,27 @@ def test_what_was_not_committed_is_trained_again_once(
         assert_counted(job, job.done()[0]["size"])
     assert not flag.exists()
     assert len(job.events(ev.WorkerLost)) == 1
+
+
+def test_a_worker_that_waits_for_others_reads_ahead(template: Template, tmp_path: Path) -> None:
+    """One of two has come; by the time of the other one all rows are in the cache, and the files are gone."""
+    (tmp_path / "in").mkdir()
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(np.ones(ROWS * 8, np.float32)), 8)})
+    table = table.append_column("y", pa.array(np.ones(ROWS, np.float32)))
+    pq.write_table(table, tmp_path / "in/rows.parquet", row_group_size=100)
+    manifest = freeze(tmp_path / "in", tmp_path / "out", name="train")
+    cache = tmp_path / "cache"
+    with BareJob(
+        template, tmp_path / "job", trainer(), {"train": manifest}, num_proc=2, agents=1, cache_dir=str(cache)
+    ) as job:
+        job.until(lambda: job.events(ev.WorkerReady))
+        store = RowStore(manifest, str(cache))
+        deadline = time.monotonic() + 60.0
+        while store.missing(range(len(manifest.row_groups))):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        store.close()
+        (tmp_path / "in/rows.parquet").unlink()
+        job.add_agents(1)
+        job.done()
+    assert job.summary()["rows_once"] == ROWS * EPOCHS

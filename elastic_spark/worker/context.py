@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from elastic_spark.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from elastic_spark.worker.data import Batch
+    from elastic_spark.worker.rows import RowStore
     from elastic_spark.worker.state import ElasticState
 
 
@@ -27,6 +30,27 @@ class Context:
     def __init__(self, session: WorkerSession, datasets: Mapping[str, tuple[Manifest, LanePlan]]) -> None:
         self._session = session
         self._datasets = datasets
+        self._ahead: list[RowStore] | None = []
+
+    def read_ahead(self) -> None:
+        """While this worker waits for its first world: decode rows, in the background and at low priority, into the
+        cache that it shares with others on its machine. Ends where the first batches are asked for."""
+        if self._session.config.get("cache_dir"):
+            threading.Thread(target=self._read_ahead, name="elastic-spark-ahead", daemon=True).start()
+
+    def _read_ahead(self) -> None:
+        from elastic_spark.worker.rows import RowStore
+
+        for manifest, _ in self._datasets.values():
+            with contextlib.suppress(DataError):  # it will be named when the rows are needed
+                store = RowStore(manifest, self._session.config["cache_dir"])
+                ahead = self._ahead
+                if ahead is None:
+                    return
+                ahead.append(store)
+                if store.shared:
+                    store.fill()
+                store.close()
 
     @property
     def rank(self) -> int:
@@ -75,6 +99,9 @@ class Context:
 
         manifest, plan = self._dataset(name)
         place = self._session.assignment()
+        ahead, self._ahead = self._ahead, None
+        for store in ahead or ():
+            store.stop()
         reader = LaneReader(
             manifest, plan, place.body["lanes"][name], place.size, cache_dir=self._session.config.get("cache_dir")
         )

@@ -94,6 +94,7 @@ def _call(session: WorkerSession, function: Any, arguments: tuple[Any, ...], key
         for name, body in session.config["datasets"].items()
     }
     context = Context(session, datasets)
+    context.read_ahead()
     return lambda: function(context, *arguments, **keywords)
 
 
