@@ -55,6 +55,12 @@ class Ledger:
             if item.step > self.committed:
                 self._pending.setdefault(item.step, {})[worker] = item
 
+    def find(self, reports: Iterable[Report]) -> None:
+        """Reports that a worker had not sent when it died, found in its memory: for the next `begin`."""
+        for item in reports:
+            if item.step > self.committed:
+                self._pending.setdefault(item.step, {}).setdefault("", item)
+
     def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
         """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""
         wanted = self._members - gone
@@ -116,7 +122,7 @@ class Ledger:
     def _hashes(self, run: list[dict[str, Report]]) -> Mapping[str, str]:
         out = {}
         for name, (epoch, offset) in _cursors(run[0]).items():
-            if len(run[0]) == len(self._members):
+            if all(reports.keys() == self._members for reports in run):
                 known = [item.hashes for reports in run for item in reports.values()]
                 if any(name not in hashes for hashes in known):
                     continue

@@ -1,15 +1,15 @@
 """A worker's own time in a step: what tells a slow worker from one that waits for a slow one.
 
 All members of a world make their steps at the same pace, so the time from commit to commit says nothing about a single
-one. Its *own* time is what is left without two waits: for the others, which is the time inside of the optimizer's
+one. Its *own* time is what is left without two waits: for the others, which is the time inside of Horovod's
 ``synchronize``, and for data. What remains is forward and backward pass, the update, and what else the loop does. It is
 wall time and not processor time: a core that is shared with others, or a slow disk, holds up the world just the same.
 
 On a GPU the work is only queued when ``synchronize`` is called; so the stream that it was queued on is waited for
 first, which ``synchronize`` would have done anyway.
 
-Where the function calls collectives of its own before the optimizer's, their wait counts as own time: then all members
-look alike, and lanes stay where they are.
+Where the function waits for others by other means than Horovod's (`torch.distributed`, say), that counts as own time:
+then all members look alike, and lanes stay where they are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class StepClock:
     def __init__(self) -> None:
         self._seconds = {"own": 0.0, "data": 0.0}
         self._runs: str | None = None
+        self._before: str | None = None
         self._since = 0.0
 
     def works(self) -> None:
@@ -39,7 +40,12 @@ class StepClock:
         """From here on the other ranks are."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
+        self._before = self._runs
         self._turn(None)
+
+    def goes_on(self) -> None:
+        """The others are there: as before."""
+        self._turn(self._before)
 
     def rests(self) -> None:
         """From here on it is neither."""

@@ -135,7 +135,8 @@ def _consider_start(turn: Turn) -> None:
     """Nobody is alive in the world: the first generation, or the first after the loss of all.
 
     Waits for ``num_proc`` workers; starts with fewer when none has come for ``settle_s`` and none is about to: one that
-    failed twice is not counted on.
+    failed twice is not counted on. After the loss of all it waits up to ``settle_s`` for everyone who is about to come,
+    because the last state may be what one of them finds in memory.
     """
     job, options = turn.job, turn.job.options
     plan = next_world(job, turn.clock)
@@ -146,6 +147,8 @@ def _consider_start(turn: Turn) -> None:
     hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
     coming = any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
     settled = not coming and turn.clock - job.arrived >= options.settle_s
+    if job.generation > 0 and coming and turn.clock - since < options.settle_s:
+        return
     if plan.size >= options.num_proc or (plan.size >= options.min_num_proc and (settled or late)):
         _form(turn, plan)
     elif late:
@@ -171,7 +174,14 @@ def _form(turn: Turn, plan: Plan) -> None:
         return
     for member in plan.left:
         turn.dismiss_draining(member)
-    members = (*plan.survivors, *plan.joined)
+    members = [*plan.survivors, *plan.joined]
+    found = -1
+    if held < 0:
+        finder = max(members, key=job.found)
+        found = job.found(finder)
+        if found >= 0:
+            members = [finder, *(member for member in members if member is not finder)]
+        turn.set(restored=job.generation + 1, restored_step=found)
     for member in members:
         turn.move(member, Stage.CALLED, step=held)
     form = Form(
@@ -183,6 +193,7 @@ def _form(turn: Turn, plan: Plan) -> None:
         cause=_cause(job, plan),
         step=held,
         restore=held < 0,
+        found=found,
     )
     turn.do(form)
     turn.set(
