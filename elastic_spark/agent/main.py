@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_spark.agent.cache import default_cache_dir
 from elastic_spark.agent.forkserver import ForkServer, Started
 from elastic_spark.agent.process import MARK, WorkerProcess, sweep, worker_environment
 from elastic_spark.errors import ProtocolError
@@ -120,6 +121,7 @@ class _Agent:
         """A worker has started: watch it, tell it what it is. One that was to be killed meanwhile, is."""
         config = {
             **self._launch.worker,
+            "cache_dir": self._launch.worker.get("cache_dir") or default_cache_dir(os.environ),
             "address": list(self._launch.address),
             "key": self._launch.key.hex(),
             "worker": worker,

@@ -23,6 +23,7 @@ from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
 from elastic_spark.core.lanes import LanePlan, assign_lanes
 from elastic_spark.core.ledger import Ledger, Report
+from elastic_spark.core.pace import Pace
 from elastic_spark.driver import discovery
 from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
@@ -41,7 +42,7 @@ class Controller:
     Args:
         options: what the decisions depend on.
         host: the interface to bind to. key: the job's key. job_id: of the checkpoints to resume from.
-        plans: the order of each data set. seed: of the job.
+        plans: the order of each data set. seed: of the job. balance: give slow workers fewer lanes.
         journal: where facts go.
         store: of checkpoints. keep: how many. run_id: noted in each checkpoint.
         resumed: the checkpoint that the first generation starts from.
@@ -59,6 +60,7 @@ class Controller:
         job_id: str,
         plans: Mapping[str, LanePlan],
         seed: int,
+        balance: bool,
         journal: Journal,
         store: CheckpointStore,
         keep: int,
@@ -75,7 +77,11 @@ class Controller:
         self._worker_output, self._on_generation, self._on_agent = worker_output, on_generation, on_agent
         self._wall, self._mono = time.time(), time.monotonic()
         self._job = core.start(options, self._now())
-        self._ledger = Ledger(resumed.step if resumed is not None else 0)
+        self._ledger = Ledger(
+            resumed.step if resumed is not None else 0,
+            planned=lambda name, epoch, offset: plans[name].row_hash(epoch, offset),
+        )
+        self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
         self._agents: dict[str, Connection] = {}
         self._workers: dict[str, Connection] = {}
         self._names: dict[Connection, str] = {}
@@ -163,6 +169,7 @@ class Controller:
             while not self._over.is_set():
                 self._turn(core.Tick())
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
+                self._consider_speed()
                 await asyncio.sleep(core.TICK_S)
             await self._farewell()
         finally:
@@ -179,6 +186,12 @@ class Controller:
             _DO[type(effect)](self, effect)
         if effects:
             self._publish_members()
+
+    def _consider_speed(self) -> None:
+        fact = self._pace.unbalanced(self._now()) if self._pace is not None else None
+        if fact is not None:
+            self._journal.append(fact)
+            self._turn(core.Unbalanced(fact.generation))
 
     def _take_down(self, facts: list[ev.Event]) -> None:
         for fact in facts:
@@ -301,7 +314,10 @@ class Controller:
         if kind == "heartbeat":
             self._turn(core.Heard(worker, message["where"]))
         elif kind == "progress":
-            self._ledger.report(worker, message["generation"], _reports(message["reports"]))
+            reports = _reports(message["reports"])
+            self._ledger.report(worker, message["generation"], reports)
+            if self._pace is not None:
+                self._pace.report(worker, message["generation"], reports)
         elif kind == "ready":
             self._found[worker] = _reports(message["reports"])
             self._turn(core.Ready(worker, message["step"], message["generation"]))
@@ -401,11 +417,14 @@ class Controller:
             self._ledger.find(self._found.get(finder, []))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
+        weights = self._pace.weights(effect.members) if self._pace is not None else None
         lanes = {
-            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}))
+            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
             for name, plan in self._plans.items()
         }
         self._lanes = dict(lanes)
+        if self._pace is not None:
+            self._pace.begin(effect.generation, effect.members, lanes, self._now())
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
         self._journal.append(
             ev.GenerationFormed(
@@ -463,10 +482,10 @@ class Controller:
             connection.send(message)
 
 
-def _reports(items: list[Any]) -> list[Report]:
+def _reports(items: list[dict[str, Any]]) -> list[Report]:
     return [
-        Report(step, at, rows, {name: (int(e), int(o)) for name, (e, o) in cursors.items()}, values)
-        for step, at, rows, cursors, values in items
+        Report(**{**item, "cursors": {name: (int(e), int(o)) for name, (e, o) in item["cursors"].items()}})
+        for item in items
     ]
 
 

@@ -338,8 +338,8 @@ class _Saver:
         self._writer.close(5.0)
 
 
-def _as_items(report: Report) -> list[Any]:
-    return [report.step, report.at, report.rows, dict(report.cursors), dict(report.values)]
+def _as_items(report: Report) -> dict[str, Any]:
+    return dict(vars(report))
 
 
 _session: WorkerSession | None = None

@@ -26,7 +26,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -39,11 +39,24 @@ from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, tree
 from elastic_spark.worker.collective import Assignment
 from elastic_spark.worker.memory import Snapshot
+from elastic_spark.worker.pace import StepClock
 from elastic_spark.worker.session import session
+
+if TYPE_CHECKING:
+    from elastic_spark.worker.data import Batch
 
 #: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
 SNAPSHOT_BUDGET = 0.01
 _CHUNK = 64 << 20
+
+
+class Drawn(NamedTuple):
+    """A batch that was handed to the loop: ``row_hash`` is of the ids of this worker's ``rows``."""
+
+    epoch: int
+    offset: int
+    rows: int
+    row_hash: int
 
 
 class ElasticState(State):  # type: ignore[misc]
@@ -67,8 +80,10 @@ class ElasticState(State):  # type: ignore[misc]
             setattr(self, name, item)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
         self._cursors: dict[str, tuple[int, int]] = {}
-        self._drawn: dict[str, list[tuple[int, int, int]]] = {}
+        self._drawn: dict[str, list[Drawn]] = {}
         self._optimizer_steps = 0
+        self._clock = StepClock()
+        collective.watch_waits(self._clock.awaits_others, self._clock.goes_on)
         for item in self._objects.values():
             if isinstance(item, torch.optim.Optimizer):
                 item.register_step_post_hook(self._note_step)
@@ -101,6 +116,7 @@ class ElasticState(State):  # type: ignore[misc]
         """`commit` without looking for changes of the world."""
         steps = max((len(drawn) for drawn in self._drawn.values()), default=0) or 1
         at = time.time()
+        own_s, wait_s = self._clock.take()
         reports = []
         for i in range(steps):
             taken = {name: drawn[i] for name, drawn in self._drawn.items() if i < len(drawn)}
@@ -108,15 +124,17 @@ class ElasticState(State):  # type: ignore[misc]
                 Report(
                     step=self.step + i + 1,
                     at=at,
-                    rows=sum(rows for _, _, rows in taken.values()),
-                    cursors={name: (epoch, offset) for name, (epoch, offset, _) in taken.items()},
+                    rows=sum(batch.rows for batch in taken.values()),
+                    cursors={name: (batch.epoch, batch.offset) for name, batch in taken.items()},
                     values={name: float(value) for name, value in values.items()} if i == steps - 1 else {},
+                    own_s=own_s / steps,
+                    wait_s=wait_s / steps,
+                    hashes={name: drawn[i].row_hash for name, drawn in self._drawn.items() if i < len(drawn)},
                 )
             )
         self.step += steps
         for name, drawn in self._drawn.items():
-            epoch, offset, _ = drawn[-1]
-            self._cursors[name] = (epoch, offset + 1)
+            self._cursors[name] = (drawn[-1].epoch, drawn[-1].offset + 1)
         self._mark()
         session().committed(reports)
         self._maybe_snapshot()
@@ -266,6 +284,7 @@ class ElasticState(State):  # type: ignore[misc]
 
     def on_reset(self) -> None:
         self._drawn = {}
+        self._clock.stop()
         super().on_reset()
 
     def _agree(self, mine: bytes) -> bool:
@@ -314,9 +333,19 @@ class ElasticState(State):  # type: ignore[misc]
         """``(epoch, offset)`` of the next global batch that is not committed yet."""
         return self._cursors.get(dataset, (0, 0))
 
-    def drew(self, dataset: str, epoch: int, offset: int, rows: int) -> None:
-        """A batch was handed to the loop: the next commit counts it as consumed."""
-        self._drawn.setdefault(dataset, []).append((epoch, offset, rows))
+    def draws(self) -> None:
+        """The loop waits for its next batch."""
+        self._clock.awaits_data()
+
+    def draws_no_more(self) -> None:
+        """The loop has had its last batch."""
+        self._clock.rests()
+
+    def drew(self, dataset: str, batch: Batch) -> None:
+        """A batch is handed to the loop: the next commit counts it as consumed."""
+        self._clock.works()
+        drawn = Drawn(batch.epoch, batch.offset, batch.rows, batch.row_hash)
+        self._drawn.setdefault(dataset, []).append(drawn)
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:

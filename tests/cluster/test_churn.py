@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_an_executor_is_killed_and_a_new_one_joins(job: Job, rank: int) -> None:
 def test_a_worker_process_is_killed(job: Job) -> None:
     job.count(epochs=6)
     world = job.wait_world(3)
+    assert list(Path(job.cluster.directory).rglob("elastic-spark-rows/*.rows")), "where Spark cleans up"
     job.kill_worker(world[2])
     job.wait_formed(2)
     job.wait_world(3)

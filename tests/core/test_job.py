@@ -403,6 +403,26 @@ def test_a_newcomer_that_goes_before_the_members_ask_costs_a_reset_and_no_more()
     assert run.ended is None
 
 
+def test_uneven_speed_forms_the_same_world_anew_once() -> None:
+    run = Script(num_proc=2).running()
+    assert of(run(core.Unbalanced(run.job.generation - 1)), core.Notify) == [], "of a world that is over"
+    one(run(core.Unbalanced(run.job.generation)), core.Notify, workers=("w0", "w1"))
+    assert len(of(run.wait(0.2, "*"), core.Notify)) == 1, "repeated until it is acted on"
+    run.ask("w0", reason="reset")
+    form = one(run.ask("w1", reason="reset"), core.Form, members=("w0", "w1"), cause="uneven speed")
+    assert (form.joined, form.lost, form.left) == ((), (), ())
+    run.initialise()
+    assert of(run.wait(5.0, "*"), core.Notify) == []
+
+
+def test_a_loss_on_the_way_to_other_owners_is_said_as_such() -> None:
+    run = Script(num_proc=3).running()
+    run(core.Unbalanced(run.job.generation))
+    run.ask("w0", reason="reset")
+    run.down("w1")
+    one(run.ask("w2", reason="collective failed"), core.Form, members=("w0", "w2"), cause="w1 lost: process died")
+
+
 def test_a_draining_member_leaves_in_good_order_and_its_slot_is_freed() -> None:
     run = Script(num_proc=3).running()
     effects = run(core.Draining("e2", "decommissioned"))

@@ -171,6 +171,10 @@ def _on_draining(turn: Turn, happened: i.Draining) -> None:
             turn.dismiss_draining(worker)
 
 
+def _on_unbalanced(turn: Turn, happened: i.Unbalanced) -> None:
+    turn.set(unbalanced=happened.generation == turn.job.generation)
+
+
 def _on_fault(turn: Turn, happened: i.Fault) -> None:
     status = "KILLED" if happened.kind == "JobCancelled" else "FAILED"
     turn.end(Ended(status, happened.error, happened.kind))
@@ -194,6 +198,7 @@ _HANDLERS: Mapping[type[i.Input], Callable[[Turn, Any], None]] = {
     i.Finished: _on_finished,
     i.UserError: _on_user_error,
     i.Draining: _on_draining,
+    i.Unbalanced: _on_unbalanced,
     i.Fault: _on_fault,
     i.Tick: _on_tick,
 }

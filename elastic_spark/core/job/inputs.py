@@ -115,6 +115,13 @@ class Draining(Input):
 
 
 @dataclass(frozen=True)
+class Unbalanced(Input):
+    """The workers' speeds call for other owners of lanes: the same world is to be formed anew."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Fault(Input):
     """Something that ends the job: ``kind`` is the name of the exception class."""
 

@@ -82,13 +82,13 @@ def _finished(turn: Turn) -> bool:
 
 
 def _consider_change(turn: Turn, live: list[Worker]) -> None:
-    """The world runs: does a newcomer or a drain call for another one?"""
+    """The world runs: does a newcomer, a drain, or uneven speed call for another one?"""
     job, options = turn.job, turn.job.options
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
     plan = next_world(job, turn.clock)
     gathered = bool(plan.joined) and turn.clock - plan.joined[-1].since >= options.join_delay_s
-    if plan.left or gathered:
+    if plan.left or gathered or job.unbalanced:
         if turn.clock - job.notified >= options.notify_every_s:
             turn.set(notified=turn.clock)
             turn.do(Notify(tuple(member.id for member in live)))
@@ -204,7 +204,7 @@ def _form(turn: Turn, plan: Plan) -> None:
         joined=tuple(member.id for member in plan.joined),
         lost=job.lost,
         left=tuple(member.id for member in plan.left),
-        cause=_cause(job.ending, plan),
+        cause=_cause(job, plan),
         step=held,
         restore=held < 0,
         found=found,
@@ -219,15 +219,22 @@ def _form(turn: Turn, plan: Plan) -> None:
         perished=(),
         ran_at=None,
         saved=False,
+        unbalanced=False,
         notified=float("-inf"),
         formed_step=held,
     )
 
 
-def _cause(ending: str | None, plan: Plan) -> str:
-    if ending == ASKED_ON_PURPOSE and plan.is_change:
-        return "draining" if plan.left else "joined"
-    return ending or "start"
+def _cause(job: Job, plan: Plan) -> str:
+    """Why the next world is formed. Of a change that was announced, the first to ask may be one whose collective failed
+    because another one had left before."""
+    announced = not job.lost and job.notified > float("-inf")
+    if announced or job.ending == ASKED_ON_PURPOSE:
+        if plan.is_change:
+            return "draining" if plan.left else "joined"
+        if job.unbalanced:
+            return "uneven speed"
+    return job.ending or "start"
 
 
 def _may_reset(turn: Turn, plan: Plan, held: int) -> bool:

@@ -132,6 +132,7 @@ class Job:
     generation, members: the newest world; ``members[r]`` has rank r. Members that are lost stay listed until the next.
     ending: why the generation ends, or None while nothing speaks against it. broken: its collectives were broken.
     lost: members lost since it was formed. perished: among them, those whose process died under a living agent.
+    unbalanced: other owners of lanes are wanted.
     ran_at: when all of its members were running; None until then.
     arrived: when an agent or a ready worker came last. stillborn: workers in a row that died before they were ready.
     resets: generations formed because of a loss. idle_resets: in a row, without a loss, a change or a new step.
@@ -159,6 +160,7 @@ class Job:
     perished: tuple[str, ...] = ()
     ran_at: float | None = None
     saved: bool = False
+    unbalanced: bool = False
     watched: float = 0.0
     notified: float = float("-inf")
     arrived: float = 0.0
