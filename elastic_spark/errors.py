@@ -10,6 +10,7 @@
     ├── ResetLimitReached         more resets than `reset_limit`
     ├── UserCodeFailed            the user's function raised; carries the traceback of the worker it was raised on
     ├── StateDiverged             workers disagree about a tensor after a reset; names it
+    ├── GuardStopped              a loss that is not finite or has jumped, and `guard` does not let the job go on
     ├── CheckpointError
     │   ├── CheckpointInvalid     a checkpoint that does not verify: says which file and why
     │   └── StorageFailed         the checkpoint storage cannot be written or read
@@ -58,6 +59,10 @@ class UserCodeFailed(ElasticSparkError):
 
 class StateDiverged(ElasticSparkError):
     """After a reset, workers hold different values of a tensor or an attribute. The message names it."""
+
+
+class GuardStopped(ElasticSparkError):
+    """A committed value is not finite, or jumped after a resize, and the policy ``guard`` ends the job for it."""
 
 
 class CheckpointError(ElasticSparkError):

@@ -24,6 +24,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
         ("pause at a change", _pauses(summary), ""),
         ("steps", f"{summary['steps']:,}", ""),
         ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
+        ("guard", _guard(summary), "bad" if summary["guard_alarms"] else "ok"),
         ("goodput", "-" if summary["goodput"] is None else f"{summary['goodput']:.1%} of the ideal rate", ""),
         ("checkpoints", _checkpoints(summary), ""),
         ("resumed from", summary["resumed_from"] or "-", ""),
@@ -99,6 +100,11 @@ def _lost(summary: Mapping[str, Any]) -> str:
         return "nothing"
     figures = (f"{summary['steps_lost']:,} steps", f"{summary['rows_lost']:,} rows", seconds(summary["seconds_lost"]))
     return f"{', '.join(figures)}: trained again"
+
+
+def _guard(summary: Mapping[str, Any]) -> str:
+    alarms = summary["guard_alarms"]
+    return f"{len(alarms)} alarms, the first: {alarms[0]}" if alarms else "nothing"
 
 
 def _checkpoints(summary: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ class DriverCheckpoints:
     Args:
         store: of the job's checkpoints.
         job_id, run_id: noted in each of them; only those of this job are ever chosen.
-        keep: how many stay.
+        keep: how many stay. only_good: never choose one whose writer found NaN in it.
         resumed: the one that the job's first generation starts from.
         append: takes a fact. now: unix time.
     """
@@ -34,11 +34,14 @@ class DriverCheckpoints:
         job_id: str,
         run_id: str,
         keep: int,
+        only_good: bool,
         resumed: Checkpoint | None,
         append: Callable[[ev.Event], None],
         now: Callable[[], float],
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
+        self._only_good, self._undone = only_good, 0
+        self._job_id = job_id
         self._identity = {"job_id": job_id, "run_id": run_id}
         self._append, self._now = append, now
         self._parent: str | None = resumed.name if resumed is not None else None
@@ -47,8 +50,12 @@ class DriverCheckpoints:
     async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> None:
         """Write the manifest of a part that took ``seconds`` to write, then delete what is not kept any more.
 
-        Storage that fails does not stop training: the log says so.
+        What a world has written that was rolled back meanwhile does not count. Storage that fails does not stop
+        training: the log says so.
         """
+        if fields["generation"] <= self._undone:
+            self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason="its world was rolled back"))
+            return
         whole = {
             **fields,
             **self._identity,
@@ -74,7 +81,7 @@ class DriverCheckpoints:
             )
         )
         try:
-            await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._identity["job_id"]))
+            await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._job_id))
         except Exception as error:
             self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
 
@@ -82,10 +89,30 @@ class DriverCheckpoints:
         """What ``generation`` starts from, where nobody alive holds any state."""
         if generation == 1:
             return self._resumed  # verified already, before anything started
-        found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._identity["job_id"]))
+        return await self._choose(lambda item: item.suspect if self._only_good else "")
+
+    async def good_before(self, step: int, generation: int) -> Checkpoint | None:
+        """What ``generation`` goes back to: the newest good one of a step below ``step``. Those after it are of a
+        history that is undone with it; they are deleted, so that no later start can take them for the newest."""
+        self._undone = generation - 1
+        found = await self._choose(
+            lambda item: item.suspect or (f"the guard trusts no state from step {step} on" if item.step >= step else "")
+        )
+        if found is not None:
+            self._parent = found.name
+            await self._in_thread(lambda: self._discard_after(found))
+        return found
+
+    async def _choose(self, refuse: Callable[[Checkpoint], str]) -> Checkpoint | None:
+        found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._job_id, refuse=refuse))
         for item in rejected:
             self._append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
         return found
+
+    def _discard_after(self, kept: Checkpoint) -> None:
+        for item in self._store.list(self._job_id):
+            if item.step > kept.step:
+                self._store.discard(item.step, item.token)
 
     def close(self) -> None:
         """No more work is taken; what is under way is not waited for."""

@@ -21,6 +21,7 @@ from typing import Any
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
+from elastic_spark.core.guard import Guard, told
 from elastic_spark.core.lanes import LanePlan, assign_lanes
 from elastic_spark.core.ledger import Ledger, Report
 from elastic_spark.driver import discovery
@@ -76,6 +77,7 @@ class Controller:
         self._wall, self._mono = time.time(), time.monotonic()
         self._job = core.start(options, self._now())
         self._ledger = Ledger(resumed.step if resumed is not None else 0)
+        self._guard = Guard()
         self._agents: dict[str, Connection] = {}
         self._workers: dict[str, Connection] = {}
         self._names: dict[Connection, str] = {}
@@ -83,7 +85,14 @@ class Controller:
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
         self._checkpoints = DriverCheckpoints(
-            store, job_id=job_id, run_id=run_id, keep=keep, resumed=resumed, append=journal.append, now=self._now
+            store,
+            job_id=job_id,
+            run_id=run_id,
+            keep=keep,
+            only_good=options.guard != "warn",
+            resumed=resumed,
+            append=journal.append,
+            now=self._now,
         )
         self._commits: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -182,6 +191,9 @@ class Controller:
     def _take_down(self, facts: list[ev.Event]) -> None:
         for fact in facts:
             self._journal.append(fact)
+            for alarm in self._guard.add(fact):
+                self._journal.append(alarm)
+                self._turn(core.Alarmed(alarm.generation, alarm.suspect_from, told(alarm)))
 
     def _gone(self) -> frozenset[str]:
         """Members that will report no more."""
@@ -316,6 +328,7 @@ class Controller:
             self._journal.append(ev.CheckpointSkipped(at=self._now(), step=message["step"], reason=message["reason"]))
         elif kind == "result":
             if worker in self._job.members:
+                self._take_down(self._ledger.complete(self._now(), self._gone()))  # the guard first
                 self._results[worker] = blob
                 self._turn(core.Finished(worker))
         elif kind == "user_error":
@@ -330,7 +343,7 @@ class Controller:
         task = self._spawn(
             self._checkpoints.commit(
                 WrittenPart.from_dict(message["part"]),
-                {**message["fields"], "generation": self._job.generation},
+                message["fields"],
                 world_size=len(self._job.members),
                 seconds=float(message["seconds"]),
             )
@@ -391,8 +404,15 @@ class Controller:
         self._spawn(self._form(effect))
 
     async def _form(self, effect: core.Form) -> None:
-        restored = await self._checkpoints.newest(effect.generation) if effect.restore else None
-        if self._job.generation != effect.generation:
+        restored = None
+        if effect.before is not None:
+            restored = await self._checkpoints.good_before(effect.before, effect.generation)
+            if restored is None:
+                why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
+                self._turn(core.Fault("GuardStopped", why))
+        elif effect.restore:
+            restored = await self._checkpoints.newest(effect.generation)
+        if self._job.generation != effect.generation or self._job.ended is not None:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
         await self._rendezvous.open(effect.generation, effect.members)
@@ -403,21 +423,20 @@ class Controller:
         }
         self._lanes = dict(lanes)
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
-        self._journal.append(
-            ev.GenerationFormed(
-                at=self._now(),
-                generation=effect.generation,
-                members=effect.members,
-                joined=effect.joined,
-                lost=effect.lost,
-                left=effect.left,
-                cause=effect.cause,
-                source=effect.members[0],
-                step=step,
-                restored_from=restored.uri if restored is not None else None,
-                lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
-            )
+        formed = ev.GenerationFormed(
+            at=self._now(),
+            generation=effect.generation,
+            members=effect.members,
+            joined=effect.joined,
+            lost=effect.lost,
+            left=effect.left,
+            cause=effect.cause,
+            source=effect.members[0],
+            step=step,
+            restored_from=restored.uri if restored is not None else None,
+            lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
         )
+        self._take_down([formed])
         for rank, (worker, environment) in enumerate(zip(effect.members, environments, strict=True)):
             body = {
                 "lanes": {name: owned[worker] for name, owned in lanes.items()},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import threading
@@ -50,6 +51,7 @@ class WorkerSession:
         self._place: Assignment | None = None
         self._state: ElasticState | None = None
         self._reports: list[Report] = []
+        self._values: Mapping[str, float] = {}
         self._reporting = threading.Lock()
         self._restored = -1
         self._where = "warm"
@@ -128,6 +130,8 @@ class WorkerSession:
         self._place = Assignment(
             message["generation"], message["rank"], message["size"], message["env"], message["body"]
         )
+        if self._state is not None and self._place.body.get("restore"):
+            self._state.let_go()
         return self._place
 
     def initialised(self, assignment: Assignment, seconds: float) -> None:
@@ -160,6 +164,7 @@ class WorkerSession:
     def committed(self, reports: Iterable[Report]) -> None:
         with self._reporting:
             self._reports.extend(reports)
+            self._values = self._reports[-1].values
 
     def _flush(self) -> None:
         with self._reporting:
@@ -186,6 +191,7 @@ class WorkerSession:
         if self._saver is None:
             self._saver = _Saver(self._channel, self.config, self._flush)
         self._saver.token = f"g{self._generation}-{self.config['worker']}"
+        self._saver.generation, self._saver.values = self._generation, self._values
         return self._saver
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -227,6 +233,8 @@ class _Saver:
 
     def __init__(self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None]) -> None:
         self.token = ""
+        self.generation = 0
+        self.values: Mapping[str, float] = {}
         self._channel, self._flush = channel, flush
         self._rpo_target_s, self._budget = config["rpo_target_s"], config["ckpt_budget"]
         self._store = CheckpointStore(config["checkpoint_uri"])
@@ -268,7 +276,10 @@ class _Saver:
 
     def _submit(self, state: ElasticState, reason: str) -> None:
         body, tensors, extra = state.for_checkpoint()
-        self._fields = {"cursors": body["cursors"], "reason": reason}
+        self._fields = {"cursors": body["cursors"], "reason": reason, "generation": self.generation}
+        bad = [f"{name} is {value}" for name, value in self.values.items() if not math.isfinite(value)]
+        if bad:
+            self._fields["suspect"] = f"committed with {bad[0]}"
         self._saved_step = state.step
         self._written.clear()
         self._writer.submit(state.step, tensors, {"state": body, **extra}, f"{self.token}-{state.step}")
@@ -281,6 +292,8 @@ class _Saver:
                 self._channel.send({"type": "checkpoint_skipped", "step": outcome.step, "reason": reason})
             else:
                 self._flush()  # the driver must have been told of a step before it is told that the step is durable
+                if outcome.nan:
+                    self._fields["suspect"] = f"tensor {outcome.nan} holds NaN"
                 part = json.loads(json.dumps(outcome.part.to_dict()))
                 message = {"type": "checkpoint", "part": part, "seconds": outcome.seconds, "fields": self._fields}
                 self._channel.send(message)

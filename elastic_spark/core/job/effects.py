@@ -65,7 +65,8 @@ class BreakGeneration(Effect):
 
 @dataclass(frozen=True)
 class Form(Effect):
-    """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything."""
+    """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything that counts: it
+    starts from a checkpoint, with ``before`` from a good one of a step below that."""
 
     generation: int
     members: tuple[str, ...]
@@ -75,6 +76,7 @@ class Form(Effect):
     cause: str
     step: int
     restore: bool
+    before: int | None = None
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ def _finished(turn: Turn) -> bool:
         return False
     for member in live:
         turn.dismiss(member, "done")
-    turn.end(Ended("FINISHED"))
+    if job.suspect_from is None:
+        turn.end(Ended("FINISHED"))
+    else:
+        turn.end(Ended("FAILED", f"{job.alarm}; the function returned before the job went back", "GuardStopped"))
     return True
 
 
@@ -82,13 +85,13 @@ def _finished(turn: Turn) -> bool:
 
 
 def _consider_change(turn: Turn, live: list[Worker]) -> None:
-    """The world runs: does a newcomer or a drain call for another one?"""
+    """The world runs: does a newcomer, a drain or the guard call for another one?"""
     job, options = turn.job, turn.job.options
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
     plan = next_world(job, turn.clock)
     gathered = bool(plan.joined) and turn.clock - plan.joined[-1].since >= options.join_delay_s
-    if plan.left or gathered:
+    if plan.left or gathered or job.suspect_from is not None:
         if turn.clock - job.notified >= options.notify_every_s:
             turn.set(notified=turn.clock)
             turn.do(Notify(tuple(member.id for member in live)))
@@ -171,6 +174,9 @@ def _form(turn: Turn, plan: Plan) -> None:
         return
     for member in plan.left:
         turn.dismiss_draining(member)
+    before = job.suspect_from
+    if before is not None:
+        held = -1
     members = (*plan.survivors, *plan.joined)
     for member in members:
         turn.move(member, Stage.CALLED, step=held)
@@ -180,9 +186,10 @@ def _form(turn: Turn, plan: Plan) -> None:
         joined=tuple(member.id for member in plan.joined),
         lost=job.lost,
         left=tuple(member.id for member in plan.left),
-        cause=_cause(job.ending, plan),
+        cause=_cause(job.ending, plan) if before is None else f"guard: {job.alarm}",
         step=held,
         restore=held < 0,
+        before=before,
     )
     turn.do(form)
     turn.set(
@@ -196,6 +203,8 @@ def _form(turn: Turn, plan: Plan) -> None:
         saved=False,
         notified=float("-inf"),
         formed_step=held,
+        suspect_from=None,
+        undone=job.generation if before is not None else job.undone,
     )
 
 
