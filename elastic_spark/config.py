@@ -59,6 +59,8 @@ class JobConfig:
         guard: what follows where a committed value is not finite, or a loss jumps after a change of the world: "warn",
             "rollback" to the last good checkpoint, "stop". guard_rollbacks: how often at most, then the job stops.
         job_name: a second start of the same name goes on where the first one was lost; default: a new name each time.
+        resume: what to go on from, also where the job has finished: "latest", a step, the URI of a checkpoint, or the
+            id of an MLflow run or model. Default: the newest checkpoint of this job_name, if it has not finished.
         work_dir: directory on the driver for logs, and default place of data and checkpoints.
 
     Tracking:
@@ -91,6 +93,7 @@ class JobConfig:
     guard: str = "warn"
     guard_rollbacks: int = 3
     job_name: str | None = None
+    resume: str | int | None = None
     work_dir: str = ".elastic_spark"
     tracking: bool = True
     tracking_uri: str | None = None

@@ -4,6 +4,7 @@
 
     ElasticSparkError
     ├── ConfigError               an option, or a combination of options, that cannot work
+    │   └── ResumeRefused         a start that differs from its checkpoint in what the guarantees rest on
     ├── EnvironmentUnfit          no usable SparkContext, Horovod, Java ...: says what to install or to switch on
     ├── DataError                 data that cannot be trained on: names the column, the file or the count
     ├── NotEnoughWorkers          fewer workers than `min_num_proc` for longer than the limit
@@ -31,6 +32,11 @@ class ElasticSparkError(Exception):
 
 class ConfigError(ElasticSparkError, ValueError):
     """An option, or a combination of options, that cannot work."""
+
+
+class ResumeRefused(ConfigError):
+    """The checkpoint to resume from and this start differ in data, seed, global batch or lanes. The message says in
+    what, and what to do: going on would train rows twice and others never."""
 
 
 class EnvironmentUnfit(ElasticSparkError, RuntimeError):

@@ -22,7 +22,7 @@ class Bench:
         self.facts: list[ev.Event] = []
         options = {"keep": 10, "only_good": True, "resumed": None, **options}
         self.driver = DriverCheckpoints(
-            self.store, job_id="job", run_id="run", append=self.facts.append, now=lambda: 1.0, **options
+            self.store, job_id="job", noted={"run_id": "run"}, append=self.facts.append, now=lambda: 1.0, **options
         )
 
     def write(self, step: int, generation: int = 1, **fields: Any) -> None:

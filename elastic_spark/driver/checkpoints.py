@@ -21,9 +21,9 @@ class DriverCheckpoints:
 
     Args:
         store: of the job's checkpoints.
-        job_id, run_id: noted in each of them; only those of this job are ever chosen.
+        job_id: noted in each of them, as ``noted`` is; only those of this job are ever chosen.
         keep: how many stay. only_good: never choose one whose writer found NaN in it.
-        resumed: the one that the job's first generation starts from.
+        resumed: the one that the job's first generation starts from, of this job or of another.
         append: takes a fact. now: unix time.
     """
 
@@ -32,7 +32,7 @@ class DriverCheckpoints:
         store: CheckpointStore,
         *,
         job_id: str,
-        run_id: str,
+        noted: Mapping[str, Any],
         keep: int,
         only_good: bool,
         resumed: Checkpoint | None,
@@ -42,7 +42,7 @@ class DriverCheckpoints:
         self._store, self._keep, self._resumed = store, keep, resumed
         self._only_good, self._undone = only_good, 0
         self._job_id = job_id
-        self._identity = {"job_id": job_id, "run_id": run_id}
+        self._identity = {"job_id": job_id, **noted}
         self._append, self._now = append, now
         self._parent: str | None = resumed.name if resumed is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
@@ -105,6 +105,9 @@ class DriverCheckpoints:
 
     async def _choose(self, refuse: Callable[[Checkpoint], str]) -> Checkpoint | None:
         found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._job_id, refuse=refuse))
+        if found is None and self._resumed is not None and self._resumed.job_id != self._job_id:
+            reason = refuse(self._resumed)  # the checkpoint of another job, which this one began from
+            found = self._resumed if not reason else None
         for item in rejected:
             self._append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
         return found

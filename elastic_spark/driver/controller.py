@@ -44,7 +44,7 @@ class Controller:
         host: the interface to bind to. key: the job's key. job_id: of the checkpoints to resume from.
         plans: the order of each data set. seed: of the job.
         journal: where facts go.
-        store: of checkpoints. keep: how many. run_id: noted in each checkpoint.
+        store: of checkpoints. keep: how many. noted: fields of each checkpoint's manifest.
         resumed: the checkpoint that the first generation starts from.
         members_path: where the member list is published.
         worker_output: called with lines of the workers' output.
@@ -63,7 +63,7 @@ class Controller:
         journal: Journal,
         store: CheckpointStore,
         keep: int,
-        run_id: str,
+        noted: Mapping[str, Any],
         resumed: Checkpoint | None,
         members_path: Path,
         worker_output: Callable[[str, tuple[str, ...]], None],
@@ -87,7 +87,7 @@ class Controller:
         self._checkpoints = DriverCheckpoints(
             store,
             job_id=job_id,
-            run_id=run_id,
+            noted=noted,
             keep=keep,
             only_good=options.guard != "warn",
             resumed=resumed,
@@ -440,7 +440,7 @@ class Controller:
         for rank, (worker, environment) in enumerate(zip(effect.members, environments, strict=True)):
             body = {
                 "lanes": {name: owned[worker] for name, owned in lanes.items()},
-                "restore": restored.name if restored is not None else None,
+                "restore": restored.uri if restored is not None else None,
                 "step": step,
                 "seed": self._seed,
             }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome
+from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
 from elastic_spark.core.retention import due
 from elastic_spark.errors import ProtocolError
@@ -175,10 +176,10 @@ class WorkerSession:
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
-    def load_checkpoint(self, name: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    def load_checkpoint(self, uri: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
         """``(state's skeleton, tensors, the rest of the meta)`` of a checkpoint that the driver chose."""
-        store = CheckpointStore(self.config["checkpoint_uri"])
-        tensors, meta = store.load(store.open(name))
+        store, _ = locate(uri)
+        tensors, meta = store.load(store.open(uri))
         return meta["state"], tensors, meta
 
     def consider_checkpoint(self, state: ElasticState) -> None:
