@@ -401,6 +401,7 @@ class _Run:
             "seed": settings.seed,
             "cache_dir": settings.cache_dir,
             "checkpoint_uri": self.store_uri,
+            "attempt": secrets.token_hex(4),
             "rpo_target_s": settings.rpo_target_s,
             "ckpt_budget": settings.ckpt_budget,
             "nics": settings.nics,

@@ -30,6 +30,12 @@ class Bench:
         fields = {"cursors": {}, "generation": generation, **fields}
         asyncio.run(self.driver.commit(part, fields, world_size=2, seconds=0.1))
 
+    def write_part(self, step: int, number: int, parts: int, **fields: Any) -> None:
+        tensors = {f"model/w{number}": torch.full((4,), float(step))}
+        part = self.store.write_part(step, tensors, {}, token="g1", part=number, parts=parts)
+        fields = {"cursors": {"train": [number, step]}, "generation": 1, **fields}
+        asyncio.run(self.driver.commit(part, fields, world_size=parts, seconds=0.1))
+
     def steps(self) -> list[int]:
         return [item.step for item in self.store.list()]
 
@@ -105,3 +111,30 @@ def test_a_writer_notices_nan_and_lets_masks_of_infinities_be(tmp_path: Path) ->
             pass
     assert writer.close(10.0)
     assert [outcome.nan for outcome in outcomes] == ["", "w", "w"]
+
+
+def test_a_set_of_parts_is_a_checkpoint_once_all_have_come(bench: Bench) -> None:
+    for number in (2, 0):
+        bench.write_part(10, number, 3)
+        assert bench.steps() == []
+    bench.write_part(10, 1, 3, suspect="tensor model/w1 holds NaN")
+    (checkpoint,) = bench.store.list()
+    assert (checkpoint.parts, checkpoint.fields["cursors"]) == (3, {"train": [0, 10]}), "the first part's cursors"
+    assert checkpoint.suspect == "tensor model/w1 holds NaN", "of whatever part"
+    tensors, _ = bench.store.load(checkpoint)
+    assert sorted(tensors) == ["model/w0", "model/w1", "model/w2"]
+
+
+def test_a_rank_lost_in_between_leaves_no_checkpoint_and_it_is_said(bench: Bench) -> None:
+    bench.write_part(10, 0, 3)
+    bench.write_part(10, 2, 3)
+    for number in range(2):
+        bench.write_part(20, number, 2)
+    assert bench.steps() == [20]
+    assert [(fact.step, fact.reason) for fact in bench.of(ev.CheckpointSkipped)] == [
+        (10, "of 3 parts only [0, 2] came")
+    ]
+    found, rejected = bench.store.newest_valid("job")
+    assert found is not None
+    assert [item.finished for item in rejected] == []
+    assert bench.store.prune(5, job_id="job", unfinished_age_s=0.0) == [f"{bench.store.uri}/step-000000000010-g1"]

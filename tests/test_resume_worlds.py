@@ -1,4 +1,4 @@
-"""A checkpoint written by four ranks goes on at 1, 2, 3 and 7, with the losses of a run that was never interrupted.
+"""A checkpoint that four ranks wrote, a part each, goes on at 1, 2, 3 and 7 with the losses of an uninterrupted run.
 
 Real ranks of Horovod, forked from one server that has imported what they need; the worker's own session, state, reader
 and checkpoint writer. The driver's part is played by the test: it places the ranks and commits what they wrote.
@@ -78,7 +78,7 @@ def rank_main(task: dict[str, Any], answer: Any) -> None:
         state.batches += 1
         whole = float(hvd.allreduce(loss.detach(), name="loss"))
         if state.step + 1 == task["save_at"]:
-            session._obey({"type": "save"})
+            session._obey({"type": "parts", "generation": 1, "step": task["save_at"]})
         state.save(loss=whole)
         losses[state.step] = whole
         if state.step == task["last"]:
@@ -161,7 +161,10 @@ def uninterrupted(bench: Bench) -> tuple[dict[int, float], Checkpoint]:
     """The losses of a world of four that goes through, and the checkpoint that it wrote on its way."""
     losses, said = bench.run(4, last=STEPS, save_at=SAVED)
     parts = [WrittenPart.from_dict(message["part"]) for message in said]
+    assert sorted(part.part for part in parts) == [0, 1, 2, 3]
     checkpoint = bench.store.commit(SAVED, parts[0].token, parts, fields=said[0]["fields"])
+    sizes = [file.bytes for file in checkpoint.files if file.name.startswith("state")]
+    assert len(sizes) == 4
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert len({round(loss, 3) for loss in losses.values()}) > STEPS // 2, "it learns"
     return losses, checkpoint

@@ -41,6 +41,7 @@ class DriverCheckpoints:
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
         self._only_good, self._undone = only_good, 0
+        self._waiting: dict[tuple[int, str], dict[int, tuple[WrittenPart, Mapping[str, Any]]]] = {}
         self._job_id = job_id
         self._identity = {"job_id": job_id, **noted}
         self._append, self._now = append, now
@@ -48,13 +49,18 @@ class DriverCheckpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
     async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> None:
-        """Write the manifest of a part that took ``seconds`` to write, then delete what is not kept any more.
+        """Take in a part that took ``seconds`` to write. With the last one of its set: write the manifest, then delete
+        what is not kept any more. A set that stays incomplete, because a rank was lost, never becomes a checkpoint; it
+        is said when a later one is complete, and pruned as any write that was cut short.
 
         What a world has written that was rolled back meanwhile does not count. Storage that fails does not stop
         training: the log says so.
         """
         if fields["generation"] <= self._undone:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason="its world was rolled back"))
+            return
+        parts, fields = self._gather(part, fields)
+        if not parts:
             return
         whole = {
             **fields,
@@ -64,7 +70,7 @@ class DriverCheckpoints:
             "created_unix": self._now(),
         }
         try:
-            done = await self._in_thread(lambda: self._store.commit(part.step, part.token, [part], fields=whole))
+            done = await self._in_thread(lambda: self._store.commit(part.step, part.token, parts, fields=whole))
         except Exception as error:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
             return
@@ -84,6 +90,23 @@ class DriverCheckpoints:
             await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._job_id))
         except Exception as error:
             self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+
+    def _gather(self, part: WrittenPart, fields: Mapping[str, Any]) -> tuple[list[WrittenPart], dict[str, Any]]:
+        """The set that ``part`` completes, by number, and its fields; nothing while parts of it are missing."""
+        key = (part.step, part.token)
+        found = self._waiting.setdefault(key, {})
+        found[part.part] = (part, fields)
+        if len(found) < part.parts:
+            return [], {}
+        del self._waiting[key]
+        for step, token in [other for other in self._waiting if other[0] < part.step]:
+            came = self._waiting.pop((step, token))
+            count = next(iter(came.values()))[0].parts
+            reason = f"of {count} parts only {sorted(came)} came"
+            self._append(ev.CheckpointSkipped(at=self._now(), step=step, reason=reason))
+        suspect = [item["suspect"] for _, item in found.values() if "suspect" in item]
+        merged = {**found[0][1], **({"suspect": suspect[0]} if suspect else {})}
+        return [found[number][0] for number in range(part.parts)], merged
 
     async def newest(self, generation: int) -> Checkpoint | None:
         """What ``generation`` starts from, where nobody alive holds any state."""

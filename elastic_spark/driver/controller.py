@@ -324,6 +324,10 @@ class Controller:
             self._turn(core.Initialised(worker, message["generation"]))
         elif kind == "checkpoint":
             self._commit_checkpoint(worker, message)
+        elif kind == "plan_parts":
+            if message["generation"] == self._job.generation and worker in self._job.members:
+                for member in self._job.members:
+                    self._tell(self._workers, member, {**message, "type": "parts"})
         elif kind == "checkpoint_skipped":
             self._journal.append(ev.CheckpointSkipped(at=self._now(), step=message["step"], reason=message["reason"]))
         elif kind == "result":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome
+from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome, shares
 from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
 from elastic_spark.core.retention import due
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.5
 REPORT_S = 0.1
+#: Bytes of a state from which on every rank writes its share. Below, one rank is done within a second or so, and a set
+#: of parts that a lost rank leaves incomplete is the greater loss.
+PARTS_FROM = 256 << 20
+#: A checkpoint in parts is announced so many seconds ahead, so that all ranks hear of it before its step.
+ANNOUNCE_S = 0.3
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +63,7 @@ class WorkerSession:
         self._where = "warm"
         self._stopping = threading.Event()
         self._save_asked = False
+        self._planned: Message | None = None
         self._saver: _Saver | None = None
         self._link = threading.Thread(target=self._serve, name="link to the driver", daemon=True)
 
@@ -94,6 +100,8 @@ class WorkerSession:
             self._assignments.put(message)
         elif kind == "save":
             self._save_asked = True
+        elif kind == "parts":
+            self._planned = message
         elif kind == "stop":
             os._exit(0)
 
@@ -183,15 +191,25 @@ class WorkerSession:
         return meta["state"], tensors, meta
 
     def consider_checkpoint(self, state: ElasticState) -> None:
-        """At each commit: rank 0 saves when it is due."""
-        if self.config.get("checkpoint_uri") and self.assignment().rank == 0:
-            self._ensure_saver().consider(state, asked=self._save_asked)
+        """At each commit: rank 0 saves when it is due; of a large state every rank writes a part, when it was planned.
+
+        A rank that hears of the plan too late writes a later step, which no other part belongs to: no harm is done.
+        """
+        place, planned = self.assignment(), self._planned
+        if not self.config.get("checkpoint_uri"):
+            return
+        if planned is not None and state.step >= planned["step"]:
+            self._planned = None
+            if planned["generation"] == self._generation:
+                self._ensure_saver().write_part(state, place.rank, place.size)
+        elif place.rank == 0:
+            self._ensure_saver().consider(state, place.size, asked=self._save_asked)
             self._save_asked = False
 
     def _ensure_saver(self) -> _Saver:
         if self._saver is None:
             self._saver = _Saver(self._channel, self.config, self._flush)
-        self._saver.token = f"g{self._generation}-{self.config['worker']}"
+        self._saver.token = f"{self.config.get('attempt', 'a')}-g{self._generation}"
         self._saver.generation, self._saver.values = self._generation, self._values
         return self._saver
 
@@ -230,7 +248,7 @@ class WorkerSession:
 
 
 class _Saver:
-    """Rank 0's checkpoints: when, from what, and how they are told."""
+    """A rank's part in checkpoints: when (rank 0 alone decides), from what, and how they are told."""
 
     def __init__(self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None]) -> None:
         self.token = ""
@@ -241,7 +259,7 @@ class _Saver:
         self._store = CheckpointStore(config["checkpoint_uri"])
         self._writer = BackgroundWriter(self._store, self._done)
         self._saved_at: float | None = None
-        self._saved_step = -1
+        self._saved_step = self._planned_step = -1
         self._cost_s = 0.0
         self._write_s = 0.0
         self._committed_at = time.monotonic()
@@ -249,7 +267,7 @@ class _Saver:
         self._fields: dict[str, Any] = {}
         self._written = threading.Event()
 
-    def consider(self, state: ElasticState, *, asked: bool) -> None:
+    def consider(self, state: ElasticState, ranks: int, *, asked: bool) -> None:
         now = time.monotonic()
         step_s, self._committed_at = now - self._committed_at, now
         if self._saved_at is None and not asked:
@@ -264,26 +282,44 @@ class _Saver:
             budget=self._budget,
             write_s=self._write_s,
         )
-        if not (wanted or asked):
+        if not (wanted or asked) or state.step < self._planned_step:
             return
         if self._writer.busy:
             if now - self._skipped_at > self._rpo_target_s:
                 self._skipped_at = now
                 self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": "storage is slow"})
             return
+        if ranks > 1 and not asked and _bytes(state) >= PARTS_FROM:
+            self._saved_at = now
+            self._planned_step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
+            plan = {"type": "plan_parts", "generation": self.generation, "step": self._planned_step}
+            self._channel.send(plan)
+            return
         self._submit(state, reason)
         self._saved_at = now
         self._cost_s = time.monotonic() - now
 
-    def _submit(self, state: ElasticState, reason: str) -> None:
+    def write_part(self, state: ElasticState, rank: int, ranks: int) -> None:
+        """This rank's share of the state as it is now."""
+        now = time.monotonic()
+        self._planned_step = -1
+        self._submit(state, "in parts", rank, ranks)
+        self._saved_at = self._committed_at = now
+        self._cost_s = time.monotonic() - now
+
+    def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
         body, tensors, extra = state.for_checkpoint()
+        if parts > 1:
+            mine = shares({name: tensor.nbytes for name, tensor in tensors.items()}, parts)[part]
+            tensors = {name: tensors[name] for name in mine}
         self._fields = {"cursors": body["cursors"], "reason": reason, "generation": self.generation}
         bad = [f"{name} is {value}" for name, value in self.values.items() if not math.isfinite(value)]
         if bad:
             self._fields["suspect"] = f"committed with {bad[0]}"
         self._saved_step = state.step
         self._written.clear()
-        self._writer.submit(state.step, tensors, {"state": body, **extra}, f"{self.token}-{state.step}")
+        meta = {"state": body, **extra} if part == 0 else extra
+        self._writer.submit(state.step, tensors, meta, f"{self.token}-{state.step}", part=part, parts=parts)
 
     def _done(self, outcome: WriteOutcome) -> None:
         self._write_s = outcome.seconds
@@ -312,6 +348,10 @@ class _Saver:
 
     def close(self) -> None:
         self._writer.close(5.0)
+
+
+def _bytes(state: ElasticState) -> int:
+    return sum(tensor.nbytes for tensor in state.capture()[1].values())
 
 
 _session: WorkerSession | None = None
