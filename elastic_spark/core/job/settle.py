@@ -74,7 +74,10 @@ def _finished(turn: Turn) -> bool:
         return False
     for member in live:
         turn.dismiss(member, "done")
-    turn.end(Ended("FINISHED"))
+    if job.suspect_from is None:
+        turn.end(Ended("FINISHED"))
+    else:
+        turn.end(Ended("FAILED", f"{job.alarm}; the function returned before the job went back", "GuardStopped"))
     return True
 
 
@@ -82,13 +85,13 @@ def _finished(turn: Turn) -> bool:
 
 
 def _consider_change(turn: Turn, live: list[Worker]) -> None:
-    """The world runs: does a newcomer, a drain, or uneven speed call for another one?"""
+    """The world runs: does a newcomer, a drain, uneven speed or the guard call for another one?"""
     job, options = turn.job, turn.job.options
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
     plan = next_world(job, turn.clock)
     gathered = bool(plan.joined) and turn.clock - plan.joined[-1].since >= options.join_delay_s
-    if plan.left or gathered or job.unbalanced:
+    if plan.left or gathered or job.unbalanced or job.suspect_from is not None:
         if turn.clock - job.notified >= options.notify_every_s:
             turn.set(notified=turn.clock)
             turn.do(Notify(tuple(member.id for member in live)))
@@ -188,13 +191,16 @@ def _form(turn: Turn, plan: Plan) -> None:
         return
     for member in plan.left:
         turn.dismiss_draining(member)
+    before, found = job.suspect_from, -1
     members = [*plan.survivors, *plan.joined]
-    found = -1
-    if held < 0:
+    if before is not None:
+        held = -1
+    elif held < 0:
         finder = max(members, key=job.found)
         found = job.found(finder)
         if found >= 0:
             members = [finder, *(member for member in members if member is not finder)]
+    if held < 0:
         turn.set(restored=job.generation + 1, restored_step=found)
     for member in members:
         turn.move(member, Stage.CALLED, step=held)
@@ -204,10 +210,11 @@ def _form(turn: Turn, plan: Plan) -> None:
         joined=tuple(member.id for member in plan.joined),
         lost=job.lost,
         left=tuple(member.id for member in plan.left),
-        cause=_cause(job, plan),
+        cause=_cause(job, plan) if before is None else f"guard: {job.alarm}",
         step=held,
         restore=held < 0,
         found=found,
+        before=before,
     )
     turn.do(form)
     turn.set(
@@ -222,6 +229,8 @@ def _form(turn: Turn, plan: Plan) -> None:
         unbalanced=False,
         notified=float("-inf"),
         formed_step=held,
+        suspect_from=None,
+        undone=job.generation if before is not None else job.undone,
     )
 
 
