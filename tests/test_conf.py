@@ -140,7 +140,7 @@ def test_the_bundle_has_the_same_cluster_and_names_files_that_are_there() -> Non
     apart = ("cluster_name", "autotermination_minutes")  # a job's cluster has its own name, and ends with it
     assert ours == {name: value for name, value in cluster().items() if name not in apart}
     for task in job["tasks"]:
-        assert (folder / task["notebook_task"]["notebook_path"]).resolve().is_file()
+        assert (folder / task["spark_python_task"]["python_file"]).resolve().is_file()
         assert task["job_cluster_key"] == job["job_clusters"][0]["job_cluster_key"]
 
 
