@@ -70,13 +70,22 @@ def train(ctx, epochs):
 # MAGIC %md
 # MAGIC ## Run it
 # MAGIC Progress is printed below the cell: epoch, step, loss, rows per second, workers, the last change. The job is one run of
-# MAGIC the experiment, and its page fills while it trains.
+# MAGIC the experiment, and its page fills while it trains. `status_port=0` opens a live page on the driver: follow the link
+# MAGIC that is printed, if your browser runs there (else forward that port, or name an interface with `status_host`).
 
 # COMMAND ----------
 
 import elastic_spark as es
 
-result = es.run(train, kwargs={"epochs": 12}, num_proc=2, min_num_proc=1, data={"train": df}, global_batch=128)
+result = es.run(
+    train,
+    kwargs={"epochs": 12},
+    num_proc=2,
+    min_num_proc=1,
+    data={"train": df},
+    global_batch=128,
+    status_port=0,
+)
 
 # COMMAND ----------
 

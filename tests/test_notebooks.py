@@ -73,7 +73,9 @@ def test_cells_are_text_or_code(name: str) -> None:
 def test_train_and_watch(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     told = run("01_train_and_watch")
     assert told["accuracy"] > 0.9
-    assert f"{12 * ROWS:,} once, 0 twice, 0 never" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert f"{12 * ROWS:,} once, 0 twice, 0 never" in out
+    assert "live status at http://127.0.0.1:" in err
 
 
 def test_kill_an_executor(run: Any) -> None:
