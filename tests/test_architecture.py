@@ -18,7 +18,7 @@ PUBLIC_NAMES = [
     *("JobConfig", "LaneSampler", "Result", "freeze", "run"),
 ]
 
-COMMANDS = ["build-horovod", "checkpoints", "doctor", "hosts", "report", "resume", "run"]
+COMMANDS = ["build-horovod", "chaos", "checkpoints", "doctor", "hosts", "report", "resume", "run"]
 
 
 def tracked_files() -> list[Path]:
