@@ -146,6 +146,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = False
+    request_queue_size = 4 * MOST_CLIENTS
 
     def __init__(self, address: tuple[str, int], view: _View, token: str) -> None:
         self.view, self.token = view, token

@@ -15,12 +15,12 @@ if "spark" not in globals():
 
 # COMMAND ----------
 
+from pyspark.ml.linalg import Vectors
 from sklearn.datasets import load_digits
 
 pixels, digits = load_digits(return_X_y=True)
-rows = [(*image.tolist(), f"digit {digit}") for image, digit in zip(pixels, digits)]
-columns = [f"pixel_{i}" for i in range(64)]
-df = spark.createDataFrame(rows, [*columns, "name"]).coalesce(2).cache()
+rows = [(Vectors.dense(image), f"digit {digit}") for image, digit in zip(pixels, digits)]
+df = spark.createDataFrame(rows, ["pixels", "name"]).coalesce(2).cache()
 train_df, test_df = df.randomSplit([0.8, 0.2], seed=0)
 
 # COMMAND ----------
@@ -37,7 +37,7 @@ import tempfile
 
 import torch
 from pyspark.ml import Pipeline
-from pyspark.ml.feature import MinMaxScaler, StringIndexer, VectorAssembler
+from pyspark.ml.feature import MinMaxScaler, StringIndexer
 
 import elastic_spark as es
 
@@ -60,7 +60,6 @@ estimator = es.ElasticTorchEstimator(
 pipeline = Pipeline(
     stages=[
         StringIndexer(inputCol="name", outputCol="label", stringOrderType="alphabetAsc"),
-        VectorAssembler(inputCols=columns, outputCol="pixels"),
         MinMaxScaler(inputCol="pixels", outputCol="features"),
         estimator,
     ]

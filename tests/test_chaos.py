@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from pathlib import Path
 
 import pyarrow as pa
@@ -145,16 +147,20 @@ def test_a_job_under_churn(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.0] * 640}), tmp_path / "rows.parquet")
     words = ["chaos", f"{script}:train", "--data", f"train={tmp_path}/rows.parquet", "--arg", f"stop={stop}"]
     words += ["--machines", "2", "--blows", "3", "--churn-seed", str(SEED), "--every", "10", "--verbose", "0"]
-    words += ["--global-batch", "16", "--work-dir", str(tmp_path / "work"), "--job-name", "mine"]
+    words += ["--status-port", "0", "--global-batch", "16", "--work-dir", str(tmp_path / "work"), "--job-name", "mine"]
     with (tmp_path / "out.txt").open("w") as out:
         command = [sys.executable, "-m", "elastic_spark.cli", *words]
         job = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True)
         try:
             assert job.stderr is not None
-            blows = []
+            blows, seen, link = [], [], ""
             for line in job.stderr:
+                if "live status at " in line:
+                    link = line.split()[-1]
                 if line.startswith("blow "):
                     blows.append(line)
+                    with urllib.request.urlopen(link.replace("/?", "/metrics?"), timeout=20) as reply:
+                        seen.append(int(re.search(r"_steps_committed_total (\d+)", reply.read().decode())[1]))
                     if len(blows) == 3:
                         stop.touch()
             code = job.wait(60)
@@ -164,6 +170,8 @@ def test_a_job_under_churn(tmp_path: Path) -> None:
     told = (tmp_path / "out.txt").read_text()
     assert code == 0, told + "".join(blows)
     assert "BROKEN" not in told
+    assert 0 < seen[0] < seen[1] < seen[2], "the live page counts along"
+    assert not (tmp_path / "work" / "mine" / "status-link").exists()
     assert "3 of 3 blows fell" in told
     assert "kept    each row once an epoch" in told
     assert "kept    no process was left behind" in told
