@@ -37,7 +37,8 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; pad
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; } th { font-weight: 600; white-space: nowrap; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .bad { color: var(--bad); font-weight: 600; } .ok { color: var(--ok); } .soft { color: var(--soft); }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
+.wide, .chart { overflow-x: auto; } .wide td { overflow-wrap: break-word; } td.mark { white-space: nowrap; }
+svg { max-width: 100%; min-width: 640px; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
 svg .soft { fill: var(--soft); } svg .axis { stroke: var(--faint); } svg .line { fill: none; stroke: var(--bar);
   stroke-width: 1.6; } svg .change { stroke: var(--soft); stroke-dasharray: 3 3; }
 svg :focus { outline: 3px solid var(--mark); } summary:focus-visible, .wide:focus-visible {
@@ -148,7 +149,7 @@ def _verdict_table(summary: Mapping[str, Any]) -> str:
     rows = []
     for label, text, mark in verdict(summary):
         sign = {"ok": '<span class="ok">\u2713 ok</span>', "bad": '<span class="bad">\u2717 look</span>'}.get(mark, "")
-        rows.append(f'<tr><th scope="row">{label}</th><td>{_text(text)}</td><td>{sign}</td></tr>')
+        rows.append(f'<tr><th scope="row">{label}</th><td>{_text(text)}</td><td class="mark">{sign}</td></tr>')
     return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -350,7 +351,7 @@ def _hatch() -> str:
 
 def _svg(height: int, content: str, words: str) -> str:
     box = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    return f'<svg {box} role="group" aria-label="{_text(words)}">{content}</svg>'
+    return f'<div class="chart"><svg {box} role="group" aria-label="{_text(words)}">{content}</svg></div>'
 
 
 def _text(value: object) -> str:
