@@ -143,9 +143,13 @@ def _check_form(before: core.Job, happened: core.Input, after: core.Job, form: c
     assert not set(form.left) & after.workers.keys()
     if survivors:
         held = max(steps[name] for name in (*survivors, *form.left))
-        assert steps[form.members[0]] == held == form.step
+        assert held == form.step
+        assert form.found >= 0 or steps[form.members[0]] == held
     else:
         assert form.step == -1
+    finds = [after.found(after.workers[name]) for name in form.members]
+    assert form.found == (-1 if form.step >= 0 else finds[0])
+    assert form.step >= 0 or finds[0] == max(finds) or after.restored_step == form.found
     assert form.restore == (form.step < 0)
     assert {after.workers[name].stage for name in form.members} == {Stage.CALLED}
     ready = {w.id for w in before.workers.values() if w.stage is Stage.READY}

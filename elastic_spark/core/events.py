@@ -165,7 +165,8 @@ class GenerationEnding(Event):
 @dataclass(frozen=True, kw_only=True)
 class GenerationFormed(Event):
     """A new world was decided. ``source`` (rank 0) holds the newest state, at ``step``; ``restored_from`` is set where
-    nobody alive held state and a checkpoint is loaded instead. ``lanes[dataset][r]`` are the lanes that rank r owns."""
+    nobody alive held state: the checkpoint that is loaded instead, or ``memory:WORKER`` where that worker has found a
+    newer snapshot in the memory of its dead predecessor. ``lanes[dataset][r]`` are the lanes that rank r owns."""
 
     generation: int
     members: tuple[str, ...]

@@ -82,6 +82,7 @@ class Controller:
         self._registered = 0
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
+        self._found: dict[str, list[Report]] = {}
         self._checkpoints = DriverCheckpoints(
             store, job_id=job_id, run_id=run_id, keep=keep, resumed=resumed, append=journal.append, now=self._now
         )
@@ -291,7 +292,7 @@ class Controller:
         elif kind == "exited":
             code = message["code"]
             cause = "exited without returning" if code == 0 else "process died"
-            detail = f"signal {-code}" if code < 0 else f"exit code {code}"
+            detail = "exit code unknown" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
             self._turn(core.WorkerDown(message["worker"], cause, detail, code, message["tail"]))
 
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
@@ -299,13 +300,10 @@ class Controller:
         if kind == "heartbeat":
             self._turn(core.Heard(worker, message["where"]))
         elif kind == "progress":
-            reports = [
-                Report(step, at, rows, {name: (int(e), int(o)) for name, (e, o) in cursors.items()}, values)
-                for step, at, rows, cursors, values in message["reports"]
-            ]
-            self._ledger.report(worker, message["generation"], reports)
+            self._ledger.report(worker, message["generation"], _reports(message["reports"]))
         elif kind == "ready":
-            self._turn(core.Ready(worker))
+            self._found[worker] = _reports(message["reports"])
+            self._turn(core.Ready(worker, message["step"], message["generation"]))
         elif kind == "asked":
             self._turn(core.Asked(worker, message["generation"], message["step"], message["reason"], message["error"]))
         elif kind == "initialised":
@@ -395,6 +393,12 @@ class Controller:
         if self._job.generation != effect.generation:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
+        finder, from_memory = effect.members[0], effect.found > step
+        if from_memory:
+            step, restored = effect.found, None
+            self._ledger.find(self._found[finder])
+        for worker in effect.joined:
+            self._found.pop(worker, None)
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
         lanes = {
@@ -414,7 +418,7 @@ class Controller:
                 cause=effect.cause,
                 source=effect.members[0],
                 step=step,
-                restored_from=restored.uri if restored is not None else None,
+                restored_from=f"memory:{finder}" if from_memory else restored.uri if restored is not None else None,
                 lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
             )
         )
@@ -422,6 +426,7 @@ class Controller:
             body = {
                 "lanes": {name: owned[worker] for name, owned in lanes.items()},
                 "restore": restored.name if restored is not None else None,
+                "memory": from_memory,
                 "step": step,
                 "seed": self._seed,
             }
@@ -456,6 +461,13 @@ class Controller:
         connection = peers.get(name)
         if connection is not None:
             connection.send(message)
+
+
+def _reports(items: list[Any]) -> list[Report]:
+    return [
+        Report(step, at, rows, {name: (int(e), int(o)) for name, (e, o) in cursors.items()}, values)
+        for step, at, rows, cursors, values in items
+    ]
 
 
 def _minor(version: str) -> str:

@@ -37,8 +37,6 @@ from elastic_spark.tracking.place import (
 
 T = TypeVar("T")
 
-#: Of an experiment that is made here: MLflow 3 shows it as training, not as an application of language models.
-KIND = {"mlflow.experimentKind": "custom_model_development"}
 #: Limits of one ``log_batch``: 1,000 entities, 100 of them tags or parameters, 1 MB.
 MOST_METRICS, MOST_TAGS = 800, 90
 #: What MLflow will say again however often it is asked.
@@ -238,7 +236,7 @@ class Store:
             if found is not None:
                 return str(found.experiment_id)
             try:
-                return str(client.create_experiment(name, artifacts_beside(self.uri), KIND))
+                return str(client.create_experiment(name, artifact_location=artifacts_beside(self.uri)))
             except Exception as failed:  # somebody else was faster, or the database is busy with just that
                 error = failed
                 time.sleep(0.05 * 2**attempt)

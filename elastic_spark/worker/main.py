@@ -47,7 +47,7 @@ def main() -> int:
     try:
         function, arguments, keywords = cloudpickle.loads(payload)
         call = _call(session, function, arguments, keywords)
-        _warm_up()
+        warm_up()
     except BaseException as error:
         return _user_error(session, error)
     session.ready()
@@ -128,8 +128,8 @@ def _interface(address: str, nics: list[str] | None) -> str:
     return "lo"
 
 
-def _warm_up() -> None:
-    """Pay for torch's first backward pass now, not when others wait."""
+def warm_up() -> None:
+    """Pay for torch's first optimizer (which imports for seconds) and backward pass now, not when others wait."""
     import torch
 
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -37,6 +37,8 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from elastic_spark.core.ledger import Report
 from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, tree
+from elastic_spark.worker.collective import Assignment
+from elastic_spark.worker.memory import Snapshot
 from elastic_spark.worker.session import session
 
 #: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
@@ -70,7 +72,7 @@ class ElasticState(State):  # type: ignore[misc]
         for item in self._objects.values():
             if isinstance(item, torch.optim.Optimizer):
                 item.register_step_post_hook(self._note_step)
-        self._snapshot: tuple[int, Any, dict[str, torch.Tensor]] | None = None
+        self._snapshot: Snapshot | None = None
         self._snapshot_cost_s = 0.0
         self._snapshot_at = 0.0
         self._notice = False
@@ -152,11 +154,9 @@ class ElasticState(State):  # type: ignore[misc]
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Into new memory: a checkpoint that is being written keeps the snapshot before."""
+        """Into memory that outlives this process; see `elastic_spark.worker.memory`."""
         started = time.monotonic()
-        skeleton, tensors = self.capture()
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        self._snapshot = self.step, json.loads(json.dumps(skeleton)), copies
+        self._snapshot = session().keep(self.step, *self.capture())
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = self._snapshot_at - started
 
@@ -194,13 +194,12 @@ class ElasticState(State):  # type: ignore[misc]
         self._cursors = {name: (cursor[0], cursor[1]) for name, cursor in body["cursors"].items()}
         self._mark()
 
-    def for_checkpoint(self) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
-        """``(skeleton, tensors, rest)`` that the caller may keep: the last snapshot where it is of this step."""
-        if self._snapshot is None or self._snapshot[0] != self.step:
+    def for_checkpoint(self) -> tuple[Snapshot, dict[str, Any]]:
+        """``(snapshot of this step, the rest)``; the caller must lease the snapshot at once."""
+        if self._snapshot is None or self._snapshot.step != self.step:
             self._take_snapshot()
         assert self._snapshot is not None
-        _, body, tensors = self._snapshot
-        return body, tensors, {"random": random_as_tree()}
+        return self._snapshot, {"random": random_as_tree()}
 
     def digests(self) -> tuple[bytes, dict[str, str]]:
         """SHA-256 of everything, and of each part by name: on this all ranks must agree."""
@@ -220,8 +219,7 @@ class ElasticState(State):  # type: ignore[misc]
                 collective.reset_optimizer_handles(item)
                 _drop_gradients(item)
         if self._optimizer_steps and self._snapshot is not None:
-            _, body, tensors = self._snapshot
-            self.put_back(body, tensors)
+            self.put_back(self._snapshot.body["state"], self._snapshot.tensors)
             return
         with torch.no_grad():
             for buffer, kept in self._marked_buffers:
@@ -235,11 +233,8 @@ class ElasticState(State):  # type: ignore[misc]
     def sync(self) -> None:
         """Make all ranks equal to rank 0, and prove it."""
         place = session().assignment()
-        if place.rank == 0 and place.body.get("restore") and session().take_restore(place.generation):
-            body, tensors, extra = session().load_checkpoint(place.body["restore"])
-            self.put_back(body, tensors)
-            _set_random_state(tree.unflatten(extra["random"], {}))
-            self._synced = True
+        if place.rank == 0:
+            self._bring_back(place)
         if place.rank == 0 and self.step != place.body["step"]:
             raise StateDiverged(f"rank 0 holds step {self.step}, but the job goes on from step {place.body['step']}")
         newcomer = not self._synced
@@ -253,6 +248,21 @@ class ElasticState(State):  # type: ignore[misc]
         self._synced = True
         self._mark()
         self._maybe_snapshot()
+
+    def _bring_back(self, place: Assignment) -> None:
+        """As rank 0 of a generation without survivors: load what the driver has chosen, once."""
+        wanted = place.body["memory"] or place.body["restore"]
+        if not wanted or not session().take_restore(place.generation):
+            return
+        if place.body["memory"]:
+            found = session().load_found()
+            self.put_back(found.body["state"], found.tensors)
+            _derive_random_state(place.body["seed"], place.generation, place.rank)
+        else:
+            body, tensors, extra = session().load_checkpoint(place.body["restore"])
+            self.put_back(body, tensors)
+            _set_random_state(tree.unflatten(extra["random"], {}))
+        self._synced = True
 
     def on_reset(self) -> None:
         self._drawn = {}

@@ -88,7 +88,8 @@ def _on_ready(turn: Turn, happened: i.Ready) -> None:
     worker = _hear(turn, happened.worker)
     if worker is not None and worker.stage is Stage.WARMING:
         turn.record(ev.WorkerReady(at=turn.now, worker=worker.id, seconds=turn.clock - worker.since))
-        turn.move(worker, Stage.READY)
+        turn.put(replace(worker, found=happened.step, found_in=happened.generation))
+        turn.move(turn.job.workers[worker.id], Stage.READY)
         turn.set(arrived=turn.clock, stillborn=0)
 
 

@@ -65,7 +65,8 @@ class BreakGeneration(Effect):
 
 @dataclass(frozen=True)
 class Form(Effect):
-    """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything."""
+    """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything, but rank 0 can
+    bring step ``found`` back from memory (-1: nobody can)."""
 
     generation: int
     members: tuple[str, ...]
@@ -75,6 +76,7 @@ class Form(Effect):
     cause: str
     step: int
     restore: bool
+    found: int = -1
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,12 @@ class WorkerDown(Input):
 
 @dataclass(frozen=True)
 class Ready(Input):
+    """``step``: that of the snapshot which its predecessor on the executor left in memory, -1 where there is none;
+    ``generation``: the one in which that was made."""
+
     worker: str
+    step: int = -1
+    generation: int = 0
 
 
 @dataclass(frozen=True)

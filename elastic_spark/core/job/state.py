@@ -81,7 +81,10 @@ class Agent:
 
 @dataclass(frozen=True)
 class Worker:
-    """``step``: the newest committed step it holds; ``heard``: when last heard; ``since``: start of the stage."""
+    """``step``: the newest committed step it holds; ``heard``: when last heard; ``since``: start of the stage.
+
+    ``found``: the step that its dead predecessor left in memory, of generation ``found_in``; -1 where nothing was left.
+    """
 
     id: str
     agent: str
@@ -92,6 +95,8 @@ class Worker:
     since: float
     step: int = -1
     where: str = "starting"
+    found: int = -1
+    found_in: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ class Job:
     resets: generations formed because of a loss. idle_resets: in a row, without a loss, a change or a new step.
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
+    restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
+        memory (-1: none). What was left in memory before, beyond that step, is another story.
     last_error, last_words: of the last failed collective, and of the last process that died.
     """
 
@@ -160,6 +167,8 @@ class Job:
     idle_resets: int = 0
     barren_resets: int = 0
     formed_step: int = -1
+    restored: int = 0
+    restored_step: int = -1
     failures: tuple[Failure, ...] = ()
     forgiven: tuple[Failure, ...] = ()
     failed_since: float = 0.0
@@ -177,6 +186,10 @@ class Job:
         """Members that have finished, by rank."""
         workers = (self.workers.get(name) for name in self.members)
         return [worker for worker in workers if worker is not None and worker.stage is Stage.DONE]
+
+    def found(self, worker: Worker) -> int:
+        """The step that this worker can bring back from its predecessor's memory; -1 where it cannot."""
+        return worker.found if worker.found_in >= self.restored or worker.found <= self.restored_step else -1
 
     def is_draining(self, worker: Worker) -> bool:
         agent = self.agents.get(worker.agent)
