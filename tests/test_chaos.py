@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from elastic_spark.cli import main
 from elastic_spark.core import events as ev
-from elastic_spark.errors import ConfigError
-from elastic_spark.testing.chaos import _promises, _Seen
+from elastic_spark.errors import ConfigError, NotEnoughWorkers, UserCodeFailed
+from elastic_spark.testing.chaos import Outcome, _promises, _Seen
 from elastic_spark.testing.churn import KINDS, LEAST_MACHINES, schedule
 
 # ---- the schedule
@@ -196,3 +196,26 @@ def test_what_would_be(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(main, ["chaos", f"{script}:nothing"])
     assert wrong.exit_code == 2
     assert "has no function 'nothing'" in wrong.stderr
+
+
+def outcome(**changes):
+    return Outcome(**{"due": 3, "struck": 3, "promises": {"rows": True, "end": True}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "said"),
+    [
+        (outcome(), 0, "kept    rows"),
+        (outcome(promises={"rows": False, "end": True}), 1, "BROKEN  rows"),
+        (outcome(struck=2, promises={"rows": False}), 1, "2 of 3 blows fell"),
+        (outcome(struck=2), 5, "nothing is shown by that"),
+        (outcome(error=UserCodeFailed("boom", "trace"), promises={"end": False}), 1, "boom"),
+        (outcome(error=NotEnoughWorkers("few"), struck=0), 3, "few"),
+    ],
+)
+def test_the_exit_code_tells_the_verdict(told, code, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a real run may come to, each made by hand here."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(TRAIN))
+    monkeypatch.setattr("elastic_spark.testing.chaos.chaos", lambda *_, **__: told)
+    done = CliRunner().invoke(main, ["chaos", f"{tmp_path}/mine.py:train", "--work-dir", str(tmp_path)])
+    assert (done.exit_code, said in done.output) == (code, True), done.output
