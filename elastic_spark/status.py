@@ -1,17 +1,24 @@
 """One page on the driver while a job runs: the report, live, and ``/metrics`` for Prometheus.
 
-* **Never in the way.** It reads the event log from the file, as anybody could, and only while somebody looks: a job
-  that nobody watches does no work for it. A page is rendered at most once a second, and rarer where rendering takes
-  long: at most a tenth of the time goes there. At most `MOST_CLIENTS` are served at once, each within `CLIENT_S`
-  seconds; curves and tables have a size of their own, so memory grows by the summary's 24 bytes per step alone.
+* **Never in the way.** It is a process of its own at low priority, which reads the event log from the file, as anybody
+  could, and only while somebody looks. A page is rendered at most once a second, and rarer where rendering takes long:
+  at most a tenth of the time goes there. At most `MOST_CLIENTS` are served at once, each within `CLIENT_S` seconds;
+  curves and tables have a size of their own, so memory grows by the summary's 24 bytes per step alone. It ends with the
+  driver, however that ends: it watches the pipe that is its standard input.
 * **Not for everybody.** Loopback unless another interface is named, and nothing without the token, which is new for
   each job: in the link, or as ``Authorization: Bearer``. The page loads nothing from outside, and its own script only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import json
+import os
 import secrets
+import select
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +35,8 @@ from elastic_spark.core.timeline import Story
 from elastic_spark.report import MOST_BARS, MOST_LINES, QUIET, render_document, render_story
 
 MOST_CLIENTS, CLIENT_S = 8, 5.0
+#: Seconds that the process has to start.
+START_S = 30.0
 #: Points of a curve, and marks, that are kept.
 MOST_POINTS = 2000
 #: Share of the time that may go into rendering, and the least time between two pages in seconds.
@@ -70,7 +79,7 @@ setTimeout(update, 2000);
 
 
 class StatusPage:
-    """Serves from a thread of its own until `close`.
+    """The page in its own process, until `close`.
 
     Args:
         log: the job's event log; it may grow, and need not be there yet.
@@ -78,8 +87,50 @@ class StatusPage:
         host, port: where to listen; port 0 takes a free one.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: it cannot listen there, or does not start.
     """
+
+    def __init__(self, log: Path, title: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "elastic_spark.status"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            start_new_session=True,  # Ctrl-C is the driver's
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        told: dict[str, str] = {}
+        with contextlib.suppress(OSError, ValueError):  # it ended, or spoke nonsense: told below
+            self._process.stdin.write(json.dumps([str(log), title, host, port]) + "\n")
+            self._process.stdin.flush()
+            if select.select([self._process.stdout], [], [], START_S)[0]:
+                told = json.loads(self._process.stdout.readline())
+        self.url = told.get("url", "")
+        if not self.url:
+            self.close()
+            raise OSError(told.get("error", f"its process did not start within {START_S:.0f} s"))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop listening, and end the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self._process.wait(CLIENT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Serving:
+    """The page in this process, from a thread of its own until `close`. Arguments and OSError as for `StatusPage`."""
 
     def __init__(self, log: Path, title: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._token = secrets.token_urlsafe(24)
@@ -231,3 +282,21 @@ def _page(view: _View) -> tuple[str, str]:
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return render_document(view.title, view.markup(), head, before, after), policy
+
+
+def _main() -> None:
+    """The process: told what to do by the first line of its input, it says where it is, and ends with its input."""
+    log, title, host, port = json.loads(sys.stdin.readline())
+    os.nice(10)
+    try:
+        page = Serving(Path(log), title, host=host, port=port)
+    except OSError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    print(json.dumps({"url": page.url}), flush=True)
+    sys.stdin.read()
+    page.close()
+
+
+if __name__ == "__main__":
+    _main()
