@@ -324,7 +324,7 @@ class Controller:
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
         kind = message["type"]
         if kind == "heartbeat":
-            self._turn(core.Heard(worker, message["where"]))
+            self._turn(core.Heard(worker, message["where"], message["waits"]))
         elif kind == "progress":
             reports = _reports(message["reports"])
             self._ledger.report(worker, message["generation"], reports)

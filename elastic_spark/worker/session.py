@@ -87,7 +87,7 @@ class WorkerSession:
                 now = time.monotonic()
                 if now - heard_at >= HEARTBEAT_S:
                     heard_at = now
-                    self._channel.send({"type": "heartbeat", "where": self.where()})
+                    self._channel.send({"type": "heartbeat", "where": self.where(), "waits": collective.waits_s()})
                 self._flush()
                 frame = self._channel.receive(REPORT_S)
                 if frame is not None:
@@ -116,6 +116,8 @@ class WorkerSession:
         """What this worker is doing, in words for the watchdog."""
         if collective.in_native_init():
             return "in Horovod's init"
+        if (waits_s := collective.waits_s()) > 1.0:
+            return f"in a collective for {waits_s:.0f} s"
         step = f", step {self._state.step}" if self._state is not None else ""
         return self._where + step
 

@@ -51,10 +51,18 @@ class Pace:
 
 
 class World:
-    """One job under one schedule; see `run`."""
+    """One job under one schedule; see `run`. ``function`` instead of the counting model; ``options`` of the core."""
 
-    def __init__(self, schedule: Schedule, folder: Path, epochs: int = 12) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        folder: Path,
+        epochs: int = 12,
+        function: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
         self.schedule, self.folder, self.epochs = schedule, folder, epochs
+        self._function, self._options = function, options
         self.slow, self.steps_dir = folder / "slow", folder / "steps"
         self.steps_dir.mkdir(parents=True)
         self.slow.touch()
@@ -80,6 +88,7 @@ class World:
                 max_num_proc=self.schedule.num_proc,
                 start_timeout=120.0,
                 elastic_timeout=90.0,
+                **self._options,
             ),
             host="127.0.0.1",
             key=key,
@@ -123,7 +132,7 @@ class World:
             job_id=f"chaos-{self.schedule.seed}-{os.getpid()}",
             address=address,
             key=key,
-            payload=closure.pack(train_counting, (), keywords),
+            payload=closure.pack(self._function or train_counting, (), {} if self._function else keywords),
             worker={
                 "datasets": {"train": data},
                 "seed": self.schedule.seed,
