@@ -123,10 +123,11 @@ class WorkerSession:
 
     def ready(self) -> None:
         """The process is warm, and may have found what its predecessor left."""
-        body = self._found.body if self._found is not None else {"generation": 0, "reports": []}
-        step = self._found.step if self._found is not None else -1
-        message = {"type": "ready", "step": step, "generation": body["generation"], "reports": body["reports"]}
-        self._channel.send(message)
+        body, step = {"worker": "", "generation": 0, "reports": []}, -1
+        if self._found is not None:
+            body, step = self._found.body, self._found.step
+        told = {"of": body["worker"], "generation": body["generation"], "reports": body["reports"]}
+        self._channel.send({"type": "ready", "step": step, **told})
 
     # -------------------------------------------------------------------- collective.Session: Horovod's init
 
@@ -203,7 +204,8 @@ class WorkerSession:
         there from before is given up: this worker is in a world, and its state is newer."""
         with self._reporting:
             reports = [_as_items(report) for report in (*self._sending, *self._reports)]
-        whole = {"state": body, "generation": self._generation, "reports": reports}
+        origin = {"worker": self.config["worker"], "generation": self._generation}
+        whole = {"state": body, "reports": reports, **origin}
         snapshot = self._memory.write(step, whole, tensors)
         if self._before is not None:
             self._found = None
