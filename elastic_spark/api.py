@@ -26,6 +26,7 @@ from elastic_spark.core import job as core
 from elastic_spark.core.lanes import LanePlan, choose_lanes
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.core.metrics import Summary
+from elastic_spark.core.resume import differences, noted
 
 LARGE_CLOSURE = 64 << 20
 
@@ -93,9 +94,12 @@ def run(
         The values by rank with ``run_id``, ``events_path`` and ``summary``.
 
     Raises:
-        ConfigError, EnvironmentUnfit, DataError: before any worker starts.
+        ConfigError, EnvironmentUnfit, DataError: before any worker starts; also ResumeRefused, where the checkpoint to
+            go on from was made with other data, another seed, global batch or lanes.
+        CheckpointInvalid: what ``resume`` names is not there or does not verify.
         UserCodeFailed: ``fn`` raised; the message holds the worker's traceback.
-        NotEnoughWorkers, ResetLimitReached, JobHeld, JobCancelled, StateDiverged: see `elastic_spark.errors`.
+        NotEnoughWorkers, ResetLimitReached, GuardStopped, JobHeld, JobCancelled, StateDiverged: see
+            `elastic_spark.errors`.
         KeyboardInterrupt: Ctrl-C; the job has been ended and its run is KILLED.
     """
     settings = JobConfig.resolve(
@@ -135,14 +139,14 @@ class _Run:
         self, settings: JobConfig, context: Any, payload: bytes, data: Mapping[str, Any], output: _Output
     ) -> None:
         from elastic_spark.driver.jobfile import JobFile
+        from elastic_spark.driver.resume import find_start, store_uri
 
         self.settings, self.context, self.payload, self.output = settings, context, payload, output
-        self.name = settings.job_name or f"job-{uuid.uuid4().hex[:8]}"
+        self.begin = find_start(settings, lambda which: _tracked(settings, which))
+        self.name = self.begin.job_name or f"job-{uuid.uuid4().hex[:8]}"
         self.work = Path(settings.work_dir).absolute() / self.name
         self.work.mkdir(parents=True, exist_ok=True)
-        self.store_uri = f"{settings.checkpoint_uri or self.work / 'checkpoints'}"
-        if settings.checkpoint_uri:
-            self.store_uri = f"{settings.checkpoint_uri.rstrip('/')}/{self.name}"
+        self.store_uri = store_uri(settings, self.name)
         self.data = data
         self.store = CheckpointStore(self.store_uri)
         self.job_file = JobFile(self.store_uri, lambda why: self._fault("JobHeld", why))
@@ -155,8 +159,9 @@ class _Run:
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
         """Hold the job's name; say at the end how it ended."""
-        record, self.resumed = self.job_file.claim()
-        self.job_id, self.run_id = record.job_id, record.run_id
+        base = self.begin.checkpoint.uri if self.begin.checkpoint is not None else ""
+        self.record, self.resumed = self.job_file.claim(again=self.begin.again, base=base, run_id=self.begin.run_id)
+        self.job_id, self.run_id = self.record.job_id, self.record.run_id
         status = "FAILED"
         try:
             yield
@@ -171,8 +176,10 @@ class _Run:
         from elastic_spark.driver.journal import Journal
 
         settings = self.settings
-        manifests, plans = self._freeze()
         newest, rejected = self._newest()
+        manifests, plans = self._freeze(newest.fields.get("plans", {}) if newest is not None else {})
+        notes = {name: noted(plan, manifests[name].digest) for name, plan in plans.items()}
+        _require_the_same(newest, notes)
         tracker = None
         if settings.tracking:
             from elastic_spark.tracking import Tracker
@@ -206,7 +213,7 @@ class _Run:
         journal = Journal(path, readers)
         status = "FAILED"
         try:
-            ended, blobs = self._conduct(journal, manifests, plans, newest, rejected)
+            ended, blobs = self._conduct(journal, manifests, plans, newest, rejected, notes)
             values = _unpickled(blobs)
             status = ended.status
         except KeyboardInterrupt:
@@ -222,7 +229,9 @@ class _Run:
         _raise_if_failed(ended)
         return Result(values, self.run_id, str(path), figures)
 
-    def _freeze(self) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
+    def _freeze(self, before: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
+        """The data in its order. ``before``: what the checkpoint to go on from notes of it; lanes are taken from there,
+        as their default depends on ``max_num_proc``, which may be another one now."""
         settings = self.settings
         assert settings.max_num_proc is not None
         manifests: dict[str, Manifest] = {}
@@ -235,15 +244,26 @@ class _Run:
             base = settings.data_uri or str(self.work / "data")
             frozen = isinstance(source, Manifest)
             manifest = source if frozen else freeze(source, f"{base.rstrip('/')}/{name}", name=name)
-            lanes = settings.lanes or choose_lanes(settings.max_num_proc, settings.global_batch, manifest.rows)
+            held = before.get(name, {}).get("lanes")
+            lanes = settings.lanes or held or choose_lanes(settings.max_num_proc, settings.global_batch, manifest.rows)
             manifests[name] = manifest
             plans[name] = LanePlan(manifest.group_rows, lanes, settings.global_batch, settings.seed, settings.shuffle)
         return manifests, plans
 
     def _newest(self) -> tuple[Checkpoint | None, list[Any]]:
+        from elastic_spark.driver.resume import base_of
+
+        if self.begin.checkpoint is not None:
+            return self.begin.checkpoint, self.begin.rejected
         if not self.resumed:
             return None, []
-        return self.store.newest_valid(self.job_id)
+        only_good = self.settings.guard != "warn"
+        found, rejected = self.store.newest_valid(self.job_id, refuse=lambda item: item.suspect if only_good else "")
+        found = found or base_of(self.record)
+        if found is None and self.settings.resume is not None:
+            reasons = "; ".join(item.reason for item in rejected) or "it ended before it wrote one"
+            raise errors.CheckpointInvalid(f"the job {self.name!r} has no valid checkpoint: {reasons}")
+        return found, rejected
 
     def _conduct(
         self,
@@ -252,6 +272,7 @@ class _Run:
         plans: Mapping[str, LanePlan],
         newest: Checkpoint | None,
         rejected: Sequence[Any],
+        notes: Mapping[str, Any],
     ) -> tuple[core.Ended, list[bytes | None]]:
         """Start controller and slots, wait for the end, and leave nothing behind."""
         from elastic_spark.agent.main import Launch
@@ -276,7 +297,7 @@ class _Run:
             journal=journal,
             store=self.store,
             keep=settings.keep_checkpoints,
-            run_id=self.run_id,
+            noted={"run_id": self.run_id, "plans": notes},
             resumed=newest,
             members_path=self.work / "members.json",
             worker_output=self.output.lines,
@@ -382,6 +403,7 @@ class _Run:
             "seed": settings.seed,
             "cache_dir": settings.cache_dir,
             "checkpoint_uri": self.store_uri,
+            "attempt": secrets.token_hex(4),
             "rpo_target_s": settings.rpo_target_s,
             "ckpt_budget": settings.ckpt_budget,
             "nics": settings.nics,
@@ -419,6 +441,27 @@ class _Output:
         stamp = time.strftime("%H:%M:%S ") if self._timestamps else ""
         for line in lines:
             self._stream.write(f"{stamp}[{worker}] {line}\n")
+
+
+def _tracked(settings: JobConfig, which: str) -> Any:
+    """What MLflow knows of a run or model that is to be resumed."""
+    from elastic_spark.driver.resume import Tracked
+    from elastic_spark.tracking import find_checkpoint
+
+    found = find_checkpoint(which, tracking_uri=settings.tracking_uri)
+    return Tracked(**found, is_run=not which.startswith("m-"))
+
+
+def _require_the_same(checkpoint: Checkpoint | None, notes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ResumeRefused where going on from the checkpoint would silently break a guarantee."""
+    if checkpoint is None:
+        return
+    found = differences(checkpoint.fields.get("plans", {}), notes, checkpoint.fields.get("cursors", {}))
+    if found:
+        raise errors.ResumeRefused(
+            f"the checkpoint {checkpoint.uri} (step {checkpoint.step}) is not one of this order of rows: "
+            f"{'; '.join(found)}. To begin anew, choose another job_name"
+        )
 
 
 def _unpickled(blobs: Sequence[bytes | None]) -> list[Any]:

@@ -92,6 +92,7 @@ _ALSO = {
     "min_num_proc": ["--min-np"],
     "max_num_proc": ["--max-np"],
     "nics": ["--network-interfaces"],
+    "resume": ["--from"],
 }
 
 _EXIT_CODES = """\b
@@ -159,9 +160,10 @@ def run(**given: Any) -> None:
 @main.command(epilog=_EXIT_CODES)
 @_job_options
 def resume(**given: Any) -> None:
-    """Go on with a job that was lost, failed or cancelled, from its newest valid checkpoint.
+    """Go on with a job that was lost, failed or cancelled, from its newest valid checkpoint, or from what --from names.
 
-    As `run`, with --job-name and with the same --checkpoint-uri or --work-dir. Exit code 2 where no such job is there.
+    As `run`, with --job-name and with the same --checkpoint-uri or --work-dir, or with the id of an MLflow run or model
+    as --from. Exit code 2 where no such job is there, or where data, seed, batch or lanes are not the checkpoint's.
     """
     with _exit_codes():
         _run("resume", given)
@@ -181,7 +183,7 @@ def _run(command: str, given: dict[str, Any]) -> None:
     data, conf = _pairs("--data", given["data"]), _pairs("--conf", given["conf"])
     arguments = {name: _yaml(value) for name, value in _pairs("--arg", given["arg"]).items()}
     function = runner.load_function(given["function"])
-    if command == "resume":
+    if command == "resume" and settings.resume is None:
         runner.require_unfinished(settings)
     if given["dry_run"]:
         words = [command, given["function"], *_as_arguments(given)]

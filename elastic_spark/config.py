@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_spark.core.guard import POLICIES
 from elastic_spark.core.job import Options
 from elastic_spark.errors import ConfigError
 
@@ -56,7 +57,11 @@ class JobConfig:
         checkpoint_uri: shared directory or fsspec URI for checkpoints; default: below ``work_dir``.
         keep_checkpoints: how many to keep. rpo_target_s, ckpt_budget: the newest is never older than the target unless
             writing would cost more than this share of the time.
+        guard: what follows where a committed value is not finite, or a loss jumps after a change of the world: "warn",
+            "rollback" to the last good checkpoint, "stop". guard_rollbacks: how often at most, then the job stops.
         job_name: a second start of the same name goes on where the first one was lost; default: a new name each time.
+        resume: what to go on from, also where the job has finished: "latest", a step, the URI of a checkpoint, or the
+            id of an MLflow run or model. Default: the newest checkpoint of this job_name, if it has not finished.
         work_dir: directory on the driver for logs, and default place of data and checkpoints.
 
     Tracking:
@@ -87,7 +92,10 @@ class JobConfig:
     keep_checkpoints: int = 3
     rpo_target_s: float = 10.0
     ckpt_budget: float = 0.01
+    guard: str = "warn"
+    guard_rollbacks: int = 3
     job_name: str | None = None
+    resume: str | int | None = None
     work_dir: str = ".elastic_spark"
     tracking: bool = True
     tracking_uri: str | None = None
@@ -118,7 +126,9 @@ class JobConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1")
-        for name in ("spares", "reset_limit", "user_error_retries"):
+        if self.guard not in POLICIES:
+            raise ConfigError(f"guard={self.guard!r}: must be one of {', '.join(map(repr, POLICIES))}")
+        for name in ("spares", "reset_limit", "user_error_retries", "guard_rollbacks"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name}={value}: must not be negative")
@@ -167,6 +177,8 @@ class JobConfig:
             reset_limit=self.reset_limit,
             user_error_retries=self.user_error_retries,
             frozen_after_s=self.frozen_after_s,
+            guard=self.guard,
+            guard_rollbacks=self.guard_rollbacks,
         )
 
     def public(self) -> dict[str, Any]:

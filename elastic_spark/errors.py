@@ -4,12 +4,14 @@
 
     ElasticSparkError
     ├── ConfigError               an option, or a combination of options, that cannot work
+    │   └── ResumeRefused         a start that differs from its checkpoint in what the guarantees rest on
     ├── EnvironmentUnfit          no usable SparkContext, Horovod, Java ...: says what to install or to switch on
     ├── DataError                 data that cannot be trained on: names the column, the file or the count
     ├── NotEnoughWorkers          fewer workers than `min_num_proc` for longer than the limit
     ├── ResetLimitReached         more resets than `reset_limit`
     ├── UserCodeFailed            the user's function raised; carries the traceback of the worker it was raised on
     ├── StateDiverged             workers disagree about a tensor after a reset; names it
+    ├── GuardStopped              a loss that is not finite or has jumped, and `guard` does not let the job go on
     ├── CheckpointError
     │   ├── CheckpointInvalid     a checkpoint that does not verify: says which file and why
     │   └── StorageFailed         the checkpoint storage cannot be written or read
@@ -30,6 +32,11 @@ class ElasticSparkError(Exception):
 
 class ConfigError(ElasticSparkError, ValueError):
     """An option, or a combination of options, that cannot work."""
+
+
+class ResumeRefused(ConfigError):
+    """The checkpoint to resume from and this start differ in data, seed, global batch or lanes. The message says in
+    what, and what to do: going on would train rows twice and others never."""
 
 
 class EnvironmentUnfit(ElasticSparkError, RuntimeError):
@@ -58,6 +65,10 @@ class UserCodeFailed(ElasticSparkError):
 
 class StateDiverged(ElasticSparkError):
     """After a reset, workers hold different values of a tensor or an attribute. The message names it."""
+
+
+class GuardStopped(ElasticSparkError):
+    """A committed value is not finite, or jumped after a resize, and the policy ``guard`` ends the job for it."""
 
 
 class CheckpointError(ElasticSparkError):

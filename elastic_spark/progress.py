@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from elastic_spark.core import events as ev
+from elastic_spark.core.guard import told
 from elastic_spark.core.metrics import PauseMeter, RateMeter
 from elastic_spark.core.verdict import seconds, verdict
 
@@ -153,6 +154,8 @@ def _notable(event: ev.Event) -> str:
         return f"worker {event.worker} will leave: {event.reason}"
     if isinstance(event, ev.StepsRolledBack):
         return f"steps {event.to_step + 1:,} to {event.from_step:,} undone: {event.cause}"
+    if isinstance(event, ev.GuardAlarm):
+        return f"guard: {told(event)}"
     if isinstance(event, ev.CheckpointRejected):
         return f"checkpoint {event.uri} not used: {event.reason}"
     if isinstance(event, ev.CheckpointSkipped):

@@ -245,17 +245,15 @@ def _is_installed(module: ModuleType) -> bool:
 
 def require_unfinished(config: JobConfig) -> None:
     """Raises ConfigError unless the job of this name is there, and has not finished."""
-    from elastic_spark.driver.jobfile import JobFile
+    from elastic_spark.driver.resume import require_job, store_uri
 
     if config.job_name is None:
         raise ConfigError("name the job to resume: --job-name")
-    own = Path(config.work_dir).absolute() / config.job_name / "checkpoints"
-    uri = f"{config.checkpoint_uri.rstrip('/')}/{config.job_name}" if config.checkpoint_uri else str(own)
-    record = JobFile(uri, lambda why: None).read()
-    if record is None:
-        raise ConfigError(f"there is no job {config.job_name!r} at {uri}: is checkpoint_uri, or work_dir, the same?")
+    record = require_job(store_uri(config, config.job_name), config.job_name)
     if record.status == "FINISHED":
-        raise ConfigError(f"the job {config.job_name!r} has finished: there is nothing to resume")
+        raise ConfigError(
+            f"the job {config.job_name!r} has finished: there is nothing to resume, except with --resume latest"
+        )
 
 
 def submit_line(master: str | None, conf: Mapping[str, str], arguments: Sequence[str]) -> str:

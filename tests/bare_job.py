@@ -85,7 +85,7 @@ class BareJob:
             journal=self._journal,
             store=CheckpointStore(str(folder / "checkpoints")),
             keep=2,
-            run_id="",
+            noted={},
             resumed=None,
             members_path=folder / "members.json",
             worker_output=lambda worker, lines: None,

@@ -88,6 +88,8 @@ def _check_state(before: core.Job, job: core.Job) -> None:
         range(before.spawned, job.spawned)
     ), "an id was used twice"
     assert len(job.forgiven) <= job.options.user_error_retries
+    assert job.rollbacks <= job.options.guard_rollbacks
+    assert job.suspect_from is None or job.options.guard == "rollback"
 
 
 def _check_end(before: core.Job, after: core.Job, effects: list[core.Effect]) -> None:
@@ -141,15 +143,14 @@ def _check_form(before: core.Job, happened: core.Input, after: core.Job, form: c
     assert not set(form.lost) & set(form.members + form.left)
     assert not set(form.left) & set(form.members)
     assert not set(form.left) & after.workers.keys()
+    assert (form.before, after.suspect_from) == (before.suspect_from, None), "the guard's way back is taken at once"
+    held = max((steps[name] for name in (*survivors, *form.left)), default=-1)
     if survivors:
-        held = max(steps[name] for name in (*survivors, *form.left))
-        assert held == form.step
         assert form.found >= 0 or steps[form.members[0]] == held
-    else:
-        assert form.step == -1
+    assert form.step == (held if form.before is None else -1)
     finds = [after.found(after.workers[name]) for name in form.members]
     assert form.found == (-1 if form.step >= 0 else finds[0])
-    assert form.step >= 0 or finds[0] == max(finds) or after.restored_step == form.found
+    assert form.step >= 0 or form.found == max(finds)
     assert form.restore == (form.step < 0)
     assert {after.workers[name].stage for name in form.members} == {Stage.CALLED}
     ready = {w.id for w in before.workers.values() if w.stage is Stage.READY}
@@ -157,22 +158,22 @@ def _check_form(before: core.Job, happened: core.Input, after: core.Job, form: c
         ready.add(happened.worker)
     assert set(form.joined) <= ready
     assert not any(after.is_draining(after.workers[name]) for name in form.joined)
-    _check_draining(after, form, steps, survivors)
+    _check_draining(after, form, steps, survivors, held)
     assert (after.ending, after.lost, after.broken) == (None, (), False)
 
 
-def _check_draining(job: core.Job, form: core.Form, steps: dict[str, int], survivors: list[str]) -> None:
+def _check_draining(job: core.Job, form: core.Form, steps: dict[str, int], survivors: list[str], held: int) -> None:
     """A draining member stays only where it is needed."""
     draining = [name for name in survivors if job.is_draining(job.workers[name])]
     firm = [name for name in survivors if name not in draining]
     if draining and not form.left:
         spare = [w for w in job.workers.values() if w.stage is Stage.READY]
-        alone = all(steps[name] < form.step for name in firm)
+        alone = all(steps[name] < held for name in firm)
         short = len(firm) + len(form.joined) + len(spare) < job.options.min_num_proc
         assert alone or short, f"{draining} could have left"
     elif draining:
         assert len(draining) == 1, "one holder of the newest step is enough"
-        assert all(steps[name] < form.step for name in firm)
+        assert all(steps[name] < held for name in firm)
 
 
 # --------------------------------------------------------------------------------------------------- scripts

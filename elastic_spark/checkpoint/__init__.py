@@ -6,7 +6,8 @@
     driver:  CheckpointStore.commit (manifest last)               -> Checkpoint, `prune`
     resume:  CheckpointStore.newest_valid, then `load` on the workers, verified as it is read
 
-    uri/step-000000000120-<token>/state.safetensors     tensors, named <object>/<key>
+    uri/step-000000000120-<token>/state.safetensors     tensors, named <object>/<key>; of a large state one file from
+                                                        each rank, state-<part>-of-<parts>.safetensors
                                   meta.json             everything else
                                   manifest.json         written last: step, cursor, sizes, SHA-256, parent, own digest
 

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """How a write ended: exactly one of ``part`` and ``error`` is set. ``seconds`` of wall time, ``bytes`` written."""
+    """How a write ended: exactly one of ``part`` and ``error`` is set. ``seconds`` of wall time, ``bytes`` written;
+    ``nan`` names the first tensor that holds a NaN, if one does."""
 
     step: int
     token: str
@@ -26,6 +27,7 @@ class WriteOutcome:
     error: Exception | None
     seconds: float
     bytes: int
+    nan: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,22 @@ class BackgroundWriter:
         started = time.monotonic()
         part: WrittenPart | None = None
         error: Exception | None = None
+        nan = ""
         try:
+            nan = _first_nan(order.tensors)
             part = self._store.write_part(
                 order.step, order.tensors, order.meta, token=order.token, part=order.part, parts=order.parts
             )
         except Exception as failure:  # whatever it is, training goes on and the driver is told
             error = failure
         seconds = time.monotonic() - started
-        return WriteOutcome(order.step, order.token, part, error, seconds, part.bytes if part else 0)
+        return WriteOutcome(order.step, order.token, part, error, seconds, part.bytes if part else 0, nan)
+
+
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _first_nan(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A sum is NaN where a summand is, and reads each byte once; infinities of one sign, as masks hold, are none."""
+    with torch.no_grad():
+        return next((name for name, item in tensors.items() if item.dtype in _SUMMED and item.sum().isnan()), "")

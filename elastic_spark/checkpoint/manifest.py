@@ -129,6 +129,11 @@ class Checkpoint:
         value = self.fields.get("score")
         return float(value) if isinstance(value, (int, float)) else None
 
+    @property
+    def suspect(self) -> str:
+        """Why this is no state to go back to, though every byte is as it was written; "" where nothing speaks so."""
+        return str(self.fields.get("suspect") or "")
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"fields": dict(self.fields)}
 

@@ -199,14 +199,22 @@ class CheckpointStore:
         meta = metas.pop(0)
         return tensors, meta | ({"parts": {str(part): body for part, body in metas.items()}} if metas else {})
 
-    def newest_valid(self, job_id: str | None = None) -> tuple[Checkpoint | None, builtins.list[Rejected]]:
+    def newest_valid(
+        self, job_id: str | None = None, *, refuse: Callable[[Checkpoint], str] = lambda checkpoint: ""
+    ) -> tuple[Checkpoint | None, builtins.list[Rejected]]:
         """The newest checkpoint that verifies, and those passed over on the way with the reason; never raises for a bad
-        one. With ``job_id``, of that job only.
+        one. With ``job_id``, of that job only. ``refuse`` may give a reason why one does not serve.
 
         Raises `StorageFailed` where the storage cannot be listed, or where nothing valid was found and something could
         not be read: "there is nothing" must be known before a job starts afresh.
         """
-        checkpoint, _, rejected = self._newest(job_id, self.verify)
+
+        def read(checkpoint: Checkpoint) -> None:
+            if reason := refuse(checkpoint):
+                raise CheckpointInvalid(reason)
+            self.verify(checkpoint)
+
+        checkpoint, _, rejected = self._newest(job_id, read)
         return checkpoint, rejected
 
     def load_newest(
@@ -246,12 +254,13 @@ class CheckpointStore:
     def _superfluous(
         self, complete: Sequence[Checkpoint], keep: int, keep_best: int
     ) -> builtins.list[retention.Stored]:
-        """Verifies from the newest down to the first valid one, and those a score would keep; no others."""
+        """Verifies from the newest down to the first valid and good one, and those a score would keep; no others."""
         stored, found = [], False
         for item in complete:
+            good = not item.suspect
             valid = (not found or (keep_best > 0 and item.score is not None)) and self._is_valid(item)
-            found = found or valid
-            stored.append(retention.Stored(item.name, item.step, item.created_unix, valid, item.score))
+            found = found or (valid and good)
+            stored.append(retention.Stored(item.name, item.step, item.created_unix, valid, item.score, good))
         return retention.to_delete(stored, keep, keep_best=keep_best)
 
     def _is_valid(self, checkpoint: Checkpoint) -> bool:

@@ -244,6 +244,25 @@ class MetricsReported(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardAlarm(Event):
+    """A committed value that is not finite, or that jumped after a change of the world; see `core.guard`.
+
+    ``kind`` is ``not finite`` or ``jump``; ``suspect_from`` the first step whose state cannot be trusted; ``median``,
+    ``mad`` and ``limit`` what the value (of a jump: the median of the last few) was held against.
+    """
+
+    generation: int
+    step: int
+    key: str
+    kind: str
+    value: float
+    suspect_from: int
+    median: float | None = None
+    mad: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
     step: int
     uri: str

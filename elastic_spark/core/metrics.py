@@ -26,6 +26,7 @@ from typing import Any
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.audit import History, audit_rows, expected_rows
+from elastic_spark.core.guard import told
 
 #: Gaps looked at for the level of throughput before a change, and after it.
 BEFORE, AFTER = 20, 5
@@ -239,6 +240,7 @@ class Summary:
         self._previous: tuple[tuple[int, int], float] | None = None
         self._gaps: dict[int, array[float]] = {}
         self._checkpoints: list[dict[str, Any]] = []
+        self._alarms: list[str] = []
         self._losses: Counter[str] = Counter()
         self._rows_reported = self._rows_unreported = self._rows_unexplained = 0
         self._counts: Counter[str] = Counter()
@@ -270,6 +272,8 @@ class Summary:
         elif isinstance(event, ev.CheckpointWritten):
             fields = ("at", "step", "uri", "digest", "bytes", "seconds", "world_size")
             self._checkpoints.append({name: getattr(event, name) for name in fields})
+        elif isinstance(event, ev.GuardAlarm):
+            self._alarms.append(told(event))
         elif isinstance(event, ev.WorkerLost):
             self._losses[event.cause] += 1
         elif isinstance(event, ev.JobFinished):
@@ -375,6 +379,7 @@ class Summary:
             "checkpoints": list(self._checkpoints),
             "checkpoints_skipped": self._counts["CheckpointSkipped"],
             "checkpoints_rejected": self._counts["CheckpointRejected"],
+            "guard_alarms": list(self._alarms),
             "warnings": self._counts["Warned"],
             "datasets": {name: {"rows": item.rows, "digest": item.digest} for name, item in self._frozen.items()},
         }

@@ -18,6 +18,7 @@ import math
 from typing import Any
 
 from elastic_spark.core import events as ev
+from elastic_spark.core import guard
 from elastic_spark.core.metrics import Pause, PauseMeter, RateMeter
 from elastic_spark.core.verdict import seconds
 
@@ -167,6 +168,9 @@ class Recorder:
         out = self._metric("elastic/steps_lost", self._steps_lost, event.from_step, event.at, replay=False)
         return [*out, *self._numbered("elastic.rollback", text)]
 
+    def _on_alarm(self, event: ev.GuardAlarm) -> list[Record]:
+        return self._numbered("elastic.guard", guard.told(event))
+
     def _on_checkpoint(self, event: ev.CheckpointWritten) -> list[Record]:
         names = ("step", "uri", "digest", "bytes", "seconds", "world_size")
         out: list[Record] = [{"kind": "checkpoint", **{name: getattr(event, name) for name in names}}]
@@ -205,6 +209,7 @@ class Recorder:
         ev.StepsCommitted: _on_steps,
         ev.MetricsReported: _on_metrics,
         ev.StepsRolledBack: _on_roll_back,
+        ev.GuardAlarm: _on_alarm,
         ev.CheckpointWritten: _on_checkpoint,
         ev.CheckpointRejected: _on_rejected,
         ev.CheckpointSkipped: _on_skipped,

@@ -45,25 +45,31 @@ def due(
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored checkpoint as retention sees it. ``score``: lower is better; None or not finite is never the best."""
+    """A stored checkpoint as retention sees it. ``score``: lower is better; None or not finite is never the best.
+    ``good`` is False where its own writer found NaN in it: valid, and no place to go back to."""
 
     name: str
     step: int
     created_unix: float = 0.0
     valid: bool = True
     score: float | None = None
+    good: bool = True
 
 
 def to_delete(checkpoints: Sequence[Stored], keep: int, *, keep_best: int = 0) -> list[Stored]:
     """Those that may go, oldest first: all but the newest ``keep``, the ``keep_best`` valid ones with the lowest score,
-    and the newest valid one, which stays whatever the numbers say. Where none is valid, nothing goes."""
+    and the newest valid one and the newest that is good besides, which stay whatever the numbers say. Where none is
+    valid, nothing goes."""
     newest_first = sorted(checkpoints, key=lambda item: (item.step, item.created_unix, item.name), reverse=True)
     newest_valid = next((item for item in newest_first if item.valid), None)
     if newest_valid is None:
         return []
-    ranked = [(item.score, -item.step, item.name) for item in newest_first if item.valid and _finite(item.score)]
+    ranked = [
+        (item.score, -item.step, item.name) for item in newest_first if item.valid and item.good and _finite(item.score)
+    ]
     best = {name for _, _, name in sorted(ranked)[: max(keep_best, 0)]}
     kept = {item.name for item in newest_first[: max(keep, 0)]} | best | {newest_valid.name}
+    kept |= {item.name for item in [item for item in newest_first if item.valid and item.good][:1]}
     return [item for item in reversed(newest_first) if item.name not in kept]
 
 

@@ -24,6 +24,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
         ("pause at a change", _pauses(summary), ""),
         ("steps", f"{summary['steps']:,}", ""),
         ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
+        ("guard", _guard(summary), "bad" if summary["guard_alarms"] else "ok"),
         ("goodput", "-" if summary["goodput"] is None else f"{summary['goodput']:.1%} of the ideal rate", ""),
         ("waiting for data", _waiting(summary["data_wait_fraction"]), ""),
         ("checkpoints", _checkpoints(summary), ""),
@@ -113,6 +114,11 @@ def _lost(summary: Mapping[str, Any]) -> str:
 
 def _waiting(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.2%} of the time"
+
+
+def _guard(summary: Mapping[str, Any]) -> str:
+    alarms = summary["guard_alarms"]
+    return f"{len(alarms)} alarms, the first: {alarms[0]}" if alarms else "nothing"
 
 
 def _checkpoints(summary: Mapping[str, Any]) -> str:

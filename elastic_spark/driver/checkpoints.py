@@ -21,9 +21,9 @@ class DriverCheckpoints:
 
     Args:
         store: of the job's checkpoints.
-        job_id, run_id: noted in each of them; only those of this job are ever chosen.
-        keep: how many stay.
-        resumed: the one that the job's first generation starts from.
+        job_id: noted in each of them, as ``noted`` is; only those of this job are ever chosen.
+        keep: how many stay. only_good: never choose one whose writer found NaN in it.
+        resumed: the one that the job's first generation starts from, of this job or of another.
         append: takes a fact. now: unix time.
     """
 
@@ -32,23 +32,36 @@ class DriverCheckpoints:
         store: CheckpointStore,
         *,
         job_id: str,
-        run_id: str,
+        noted: Mapping[str, Any],
         keep: int,
+        only_good: bool,
         resumed: Checkpoint | None,
         append: Callable[[ev.Event], None],
         now: Callable[[], float],
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
-        self._identity = {"job_id": job_id, "run_id": run_id}
+        self._only_good, self._undone = only_good, 0
+        self._waiting: dict[tuple[int, str], dict[int, tuple[WrittenPart, Mapping[str, Any]]]] = {}
+        self._job_id = job_id
+        self._identity = {"job_id": job_id, **noted}
         self._append, self._now = append, now
         self._parent: str | None = resumed.name if resumed is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
     async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> None:
-        """Write the manifest of a part that took ``seconds`` to write, then delete what is not kept any more.
+        """Take in a part that took ``seconds`` to write. With the last one of its set: write the manifest, then delete
+        what is not kept any more. A set that stays incomplete, because a rank was lost, never becomes a checkpoint; it
+        is said when a later one is complete, and pruned as any write that was cut short.
 
-        Storage that fails does not stop training: the log says so.
+        What a world has written that was rolled back meanwhile does not count. Storage that fails does not stop
+        training: the log says so.
         """
+        if fields["generation"] <= self._undone:
+            self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason="its world was rolled back"))
+            return
+        parts, fields = self._gather(part, fields)
+        if not parts:
+            return
         whole = {
             **fields,
             **self._identity,
@@ -57,7 +70,7 @@ class DriverCheckpoints:
             "created_unix": self._now(),
         }
         try:
-            done = await self._in_thread(lambda: self._store.commit(part.step, part.token, [part], fields=whole))
+            done = await self._in_thread(lambda: self._store.commit(part.step, part.token, parts, fields=whole))
         except Exception as error:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
             return
@@ -74,18 +87,58 @@ class DriverCheckpoints:
             )
         )
         try:
-            await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._identity["job_id"]))
+            await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._job_id))
         except Exception as error:
             self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+
+    def _gather(self, part: WrittenPart, fields: Mapping[str, Any]) -> tuple[list[WrittenPart], dict[str, Any]]:
+        """The set that ``part`` completes, by number, and its fields; nothing while parts of it are missing."""
+        key = (part.step, part.token)
+        found = self._waiting.setdefault(key, {})
+        found[part.part] = (part, fields)
+        if len(found) < part.parts:
+            return [], {}
+        del self._waiting[key]
+        for step, token in [other for other in self._waiting if other[0] < part.step]:
+            came = self._waiting.pop((step, token))
+            count = next(iter(came.values()))[0].parts
+            reason = f"of {count} parts only {sorted(came)} came"
+            self._append(ev.CheckpointSkipped(at=self._now(), step=step, reason=reason))
+        suspect = [item["suspect"] for _, item in found.values() if "suspect" in item]
+        merged = {**found[0][1], **({"suspect": suspect[0]} if suspect else {})}
+        return [found[number][0] for number in range(part.parts)], merged
 
     async def newest(self, generation: int) -> Checkpoint | None:
         """What ``generation`` starts from, where nobody alive holds any state."""
         if generation == 1:
             return self._resumed  # verified already, before anything started
-        found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._identity["job_id"]))
+        return await self._choose(lambda item: item.suspect if self._only_good else "")
+
+    async def good_before(self, step: int, generation: int) -> Checkpoint | None:
+        """What ``generation`` goes back to: the newest good one of a step below ``step``. Those after it are of a
+        history that is undone with it; they are deleted, so that no later start can take them for the newest."""
+        self._undone = generation - 1
+        found = await self._choose(
+            lambda item: item.suspect or (f"the guard trusts no state from step {step} on" if item.step >= step else "")
+        )
+        if found is not None:
+            self._parent = found.name
+            await self._in_thread(lambda: self._discard_after(found))
+        return found
+
+    async def _choose(self, refuse: Callable[[Checkpoint], str]) -> Checkpoint | None:
+        found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._job_id, refuse=refuse))
+        if found is None and self._resumed is not None and self._resumed.job_id != self._job_id:
+            reason = refuse(self._resumed)  # the checkpoint of another job, which this one began from
+            found = self._resumed if not reason else None
         for item in rejected:
             self._append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
         return found
+
+    def _discard_after(self, kept: Checkpoint) -> None:
+        for item in self._store.list(self._job_id):
+            if item.step > kept.step:
+                self._store.discard(item.step, item.token)
 
     def close(self) -> None:
         """No more work is taken; what is under way is not waited for."""

@@ -21,6 +21,7 @@ from typing import Any
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
+from elastic_spark.core.guard import Guard, told
 from elastic_spark.core.lanes import LanePlan, assign_lanes
 from elastic_spark.core.ledger import Ledger, Report
 from elastic_spark.core.pace import Pace
@@ -44,7 +45,7 @@ class Controller:
         host: the interface to bind to. key: the job's key. job_id: of the checkpoints to resume from.
         plans: the order of each data set. seed: of the job. balance: give slow workers fewer lanes.
         journal: where facts go.
-        store: of checkpoints. keep: how many. run_id: noted in each checkpoint.
+        store: of checkpoints. keep: how many. noted: fields of each checkpoint's manifest.
         resumed: the checkpoint that the first generation starts from.
         members_path: where the member list is published.
         worker_output: called with lines of the workers' output.
@@ -64,7 +65,7 @@ class Controller:
         journal: Journal,
         store: CheckpointStore,
         keep: int,
-        run_id: str,
+        noted: Mapping[str, Any],
         resumed: Checkpoint | None,
         members_path: Path,
         worker_output: Callable[[str, tuple[str, ...]], None],
@@ -82,6 +83,7 @@ class Controller:
             planned=lambda name, epoch, offset: plans[name].row_hash(epoch, offset),
         )
         self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
+        self._guard = Guard()
         self._agents: dict[str, Connection] = {}
         self._workers: dict[str, Connection] = {}
         self._names: dict[Connection, str] = {}
@@ -90,7 +92,14 @@ class Controller:
         self._results: dict[str, bytes] = {}
         self._found: dict[str, list[Report]] = {}
         self._checkpoints = DriverCheckpoints(
-            store, job_id=job_id, run_id=run_id, keep=keep, resumed=resumed, append=journal.append, now=self._now
+            store,
+            job_id=job_id,
+            noted=noted,
+            keep=keep,
+            only_good=options.guard != "warn",
+            resumed=resumed,
+            append=journal.append,
+            now=self._now,
         )
         self._commits: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -196,6 +205,9 @@ class Controller:
     def _take_down(self, facts: list[ev.Event]) -> None:
         for fact in facts:
             self._journal.append(fact)
+            for alarm in self._guard.add(fact):
+                self._journal.append(alarm)
+                self._turn(core.Alarmed(alarm.generation, alarm.suspect_from, told(alarm)))
 
     def _gone(self) -> frozenset[str]:
         """Members that will report no more."""
@@ -271,6 +283,7 @@ class Controller:
             self._turn(core.AgentDown(name, "its connection ended"))
         elif self._workers.get(name) is connection:
             del self._workers[name]
+            self._found.pop(name, None)
             self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(name, "process died", "connection ended"))
 
     def _received(self, connection: Connection, message: Message, blob: bytes) -> None:
@@ -326,10 +339,15 @@ class Controller:
             self._turn(core.Initialised(worker, message["generation"]))
         elif kind == "checkpoint":
             self._commit_checkpoint(worker, message)
+        elif kind == "plan_parts":
+            if message["generation"] == self._job.generation and worker in self._job.members:
+                for member in self._job.members:
+                    self._tell(self._workers, member, {**message, "type": "parts"})
         elif kind == "checkpoint_skipped":
             self._journal.append(ev.CheckpointSkipped(at=self._now(), step=message["step"], reason=message["reason"]))
         elif kind == "result":
             if worker in self._job.members:
+                self._take_down(self._ledger.complete(self._now(), self._gone()))  # the guard first
                 self._results[worker] = blob
                 self._turn(core.Finished(worker))
         elif kind == "user_error":
@@ -344,7 +362,7 @@ class Controller:
         task = self._spawn(
             self._checkpoints.commit(
                 WrittenPart.from_dict(message["part"]),
-                {**message["fields"], "generation": self._job.generation},
+                message["fields"],
                 world_size=len(self._job.members),
                 seconds=float(message["seconds"]),
             )
@@ -371,6 +389,7 @@ class Controller:
     def _fence(self, worker: str, kind: str, reason: str) -> None:
         """The worker's last message. Its connection is closed from this side, so nothing it says counts any more."""
         connection = self._workers.pop(worker, None)
+        self._found.pop(worker, None)
         if connection is not None:
             self._names.pop(connection, None)
             connection.send({"type": kind, "reason": reason})
@@ -405,16 +424,21 @@ class Controller:
         self._spawn(self._form(effect))
 
     async def _form(self, effect: core.Form) -> None:
-        restored = await self._checkpoints.newest(effect.generation) if effect.restore else None
-        if self._job.generation != effect.generation:
+        restored = None
+        if effect.before is not None:
+            restored = await self._checkpoints.good_before(effect.before, effect.generation)
+            if restored is None:
+                why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
+                self._turn(core.Fault("GuardStopped", why))
+        elif effect.restore:
+            restored = await self._checkpoints.newest(effect.generation)
+        if self._job.generation != effect.generation or self._job.ended is not None:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
         finder, from_memory = effect.members[0], effect.found > step
         if from_memory:
             step, restored = effect.found, None
-            self._ledger.find(self._found[finder])
-        for worker in effect.joined:
-            self._found.pop(worker, None)
+            self._ledger.find(self._found.get(finder, []))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
         weights = self._pace.weights(effect.members) if self._pace is not None else None
@@ -426,25 +450,24 @@ class Controller:
         if self._pace is not None:
             self._pace.begin(effect.generation, effect.members, lanes, self._now())
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
-        self._journal.append(
-            ev.GenerationFormed(
-                at=self._now(),
-                generation=effect.generation,
-                members=effect.members,
-                joined=effect.joined,
-                lost=effect.lost,
-                left=effect.left,
-                cause=effect.cause,
-                source=effect.members[0],
-                step=step,
-                restored_from=f"memory:{finder}" if from_memory else restored.uri if restored is not None else None,
-                lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
-            )
+        formed = ev.GenerationFormed(
+            at=self._now(),
+            generation=effect.generation,
+            members=effect.members,
+            joined=effect.joined,
+            lost=effect.lost,
+            left=effect.left,
+            cause=effect.cause,
+            source=effect.members[0],
+            step=step,
+            restored_from=f"memory:{finder}" if from_memory else restored.uri if restored is not None else None,
+            lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
         )
+        self._take_down([formed])
         for rank, (worker, environment) in enumerate(zip(effect.members, environments, strict=True)):
             body = {
                 "lanes": {name: owned[worker] for name, owned in lanes.items()},
-                "restore": restored.name if restored is not None else None,
+                "restore": restored.uri if restored is not None else None,
                 "memory": from_memory,
                 "step": step,
                 "seed": self._seed,

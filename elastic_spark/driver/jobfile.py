@@ -32,7 +32,8 @@ _FILE = re.compile(r"job-(\d{9})\.json")
 
 @dataclass(frozen=True)
 class JobRecord:
-    """``status``: RUNNING, or how it ended. ``renewed_unix``: by the holder's clock."""
+    """``status``: RUNNING, or how it ended. ``renewed_unix``: by the holder's clock. ``base``: URI of the checkpoint of
+    another job, or of an older branch of this one, that it began from; "" where it began from nothing."""
 
     job_id: str
     run_id: str = ""
@@ -41,6 +42,7 @@ class JobRecord:
     host: str = ""
     pid: int = 0
     renewed_unix: float = 0.0
+    base: str = ""
 
 
 class JobFile:
@@ -76,8 +78,10 @@ class JobFile:
         found = (_FILE.fullmatch(name) for name in self._storage.files(""))
         return [int(match.group(1)) for match in found if match]
 
-    def claim(self) -> tuple[JobRecord, bool]:
-        """Hold the job: ``(record, resumed)``, where ``resumed`` says that an unfinished one is taken up again.
+    def claim(self, *, again: bool = False, base: str = "", run_id: str = "") -> tuple[JobRecord, bool]:
+        """Hold the job: ``(record, resumed)``, where ``resumed`` says that one is taken up again: one that has not
+        finished or, with ``again``, any. ``base`` makes it a branch from that checkpoint, with an id of its own.
+        ``run_id``: of the tracking run to go on with; default: the record's.
 
         Raises:
             JobHeld: another driver is alive and holds it.
@@ -86,8 +90,11 @@ class JobFile:
         before = self.read()
         if before is not None and before.status == "RUNNING":
             self._wait_for_holder(before)
-        resumed = before is not None and before.status != "FINISHED"
+        resumed = before is not None and (again or before.status != "FINISHED")
         record = before if before is not None and resumed else JobRecord(job_id=uuid.uuid4().hex[:12])
+        if base:
+            record = replace(record, job_id=uuid.uuid4().hex[:12], base=base)
+        record = replace(record, run_id=run_id or record.run_id)
         self._record = replace(record, status="RUNNING", holder=self._holder, host=_machine(), pid=os.getpid())
         _here.add(self._holder)
         self._write()

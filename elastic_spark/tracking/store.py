@@ -454,6 +454,37 @@ def find_run(
         return None
 
 
+def find_checkpoint(which: str, *, tracking_uri: str | None = None, timeout_s: float = 30.0) -> dict[str, str]:
+    """Of the run, or of the model (``m-...``), with id ``which``: ``uri`` of its checkpoint (of a run: the newest that
+    it was told of), ``job_name``, ``job_id`` and ``run_id``.
+
+    Raises:
+        ConfigError: MLflow does not answer, knows no such run or model, or it is none that elastic_spark has written.
+    """
+    store = Store({"uri": resolve_uri(tracking_uri)}, lambda text: None)
+    where = f"resume={which!r} at {values.without_password(store.uri)}"
+
+    def search() -> dict[str, str]:
+        client: Any = store._client()
+        model = client.get_logged_model(which) if which.startswith("m-") else None
+        run = client.get_run(model.source_run_id if model else which)
+        tags = run.data.tags
+        uri = model.params.get("uri") if model else tags.get("elastic.latest_checkpoint")
+        if not uri or "elastic.job" not in tags:
+            raise ConfigError(f"{where}: no checkpoint of elastic_spark is noted there")
+        names = {"job_name": tags["elastic.job"], "job_id": tags.get("elastic.job_id", "")}
+        return {"uri": uri, **names, "run_id": run.info.run_id}
+
+    try:
+        if store.answers():
+            return store._bounded(search, timeout_s)
+        raise TimeoutError("no answer")
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}. Is tracking_uri right?") from error
+
+
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:
     """Runs of metrics and tags as large as one request takes; everything else alone."""
     batch: list[Record] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import threading
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome
+from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome, shares
+from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
 from elastic_spark.core.retention import due
 from elastic_spark.errors import ProtocolError
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.5
 REPORT_S = 0.1
+#: Bytes of a state from which on every rank writes its share. Below, one rank is done within a second or so, and a set
+#: of parts that a lost rank leaves incomplete is the greater loss.
+PARTS_FROM = 256 << 20
+#: A checkpoint in parts is announced so many seconds ahead, so that all ranks hear of it before its step.
+ANNOUNCE_S = 0.3
 _log = logging.getLogger(__name__)
 
 
@@ -52,15 +59,18 @@ class WorkerSession:
         self._state: ElasticState | None = None
         self._reports: list[Report] = []
         self._sending: list[Report] = []
+        self._values: Mapping[str, float] = {}
         self._reporting, self._flushing = threading.Lock(), threading.Lock()
-        own, before = (int(fd) for fd in os.environ.pop("ELASTIC_SPARK_MEMORY").split(","))
+        memory = os.environ.pop("ELASTIC_SPARK_MEMORY", None)  # from an agent: for snapshots, and its predecessor's
+        own, before = (int(fd) for fd in memory.split(",")) if memory else (None, None)
         self._memory = SnapshotMemory(own)
-        self._before: int | None = before
-        self._found = read_newest(before)
+        self._before = before
+        self._found = read_newest(before) if before is not None else None
         self._restored = -1
         self._where = "warm"
         self._stopping = threading.Event()
         self._save_asked = False
+        self._planned: Message | None = None
         self._saver: _Saver | None = None
         self._link = threading.Thread(target=self._serve, name="link to the driver", daemon=True)
 
@@ -97,6 +107,8 @@ class WorkerSession:
             self._assignments.put(message)
         elif kind == "save":
             self._save_asked = True
+        elif kind == "parts":
+            self._planned = message
         elif kind == "stop":
             os._exit(0)
 
@@ -137,6 +149,8 @@ class WorkerSession:
         self._place = Assignment(
             message["generation"], message["rank"], message["size"], message["env"], message["body"]
         )
+        if self._state is not None and self._place.body.get("restore"):
+            self._state.let_go()
         return self._place
 
     def initialised(self, assignment: Assignment, seconds: float) -> None:
@@ -169,6 +183,7 @@ class WorkerSession:
     def committed(self, reports: Iterable[Report]) -> None:
         with self._reporting:
             self._reports.extend(reports)
+            self._values = self._reports[-1].values
 
     def _flush(self) -> None:
         with self._flushing:
@@ -202,22 +217,33 @@ class WorkerSession:
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
-    def load_checkpoint(self, name: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    def load_checkpoint(self, uri: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
         """``(state's skeleton, tensors, the rest of the meta)`` of a checkpoint that the driver chose."""
-        store = CheckpointStore(self.config["checkpoint_uri"])
-        tensors, meta = store.load(store.open(name))
+        store, _ = locate(uri)
+        tensors, meta = store.load(store.open(uri))
         return meta["state"], tensors, meta
 
     def consider_checkpoint(self, state: ElasticState) -> None:
-        """At each commit: rank 0 saves when it is due."""
-        if self.config.get("checkpoint_uri") and self.assignment().rank == 0:
-            self._ensure_saver().consider(state, asked=self._save_asked)
+        """At each commit: rank 0 saves when it is due; of a large state every rank writes a part, when it was planned.
+
+        A rank that hears of the plan too late writes a later step, which no other part belongs to: no harm is done.
+        """
+        place, planned = self.assignment(), self._planned
+        if not self.config.get("checkpoint_uri"):
+            return
+        if planned is not None and state.step >= planned["step"]:
+            self._planned = None
+            if planned["generation"] == self._generation:
+                self._ensure_saver().write_part(state, place.rank, place.size)
+        elif place.rank == 0:
+            self._ensure_saver().consider(state, place.size, asked=self._save_asked)
             self._save_asked = False
 
     def _ensure_saver(self) -> _Saver:
         if self._saver is None:
             self._saver = _Saver(self._channel, self.config, self._flush, self._memory)
-        self._saver.token = f"g{self._generation}-{self.config['worker']}"
+        self._saver.token = f"{self.config.get('attempt', 'a')}-g{self._generation}"
+        self._saver.generation, self._saver.values = self._generation, self._values
         return self._saver
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -255,18 +281,20 @@ class WorkerSession:
 
 
 class _Saver:
-    """Rank 0's checkpoints: when, from what, and how they are told."""
+    """A rank's part in checkpoints: when (rank 0 alone decides), from what, and how they are told."""
 
     def __init__(
         self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None], memory: SnapshotMemory
     ) -> None:
         self.token = ""
+        self.generation = 0
+        self.values: Mapping[str, float] = {}
         self._channel, self._flush, self._memory = channel, flush, memory
         self._rpo_target_s, self._budget = config["rpo_target_s"], config["ckpt_budget"]
         self._store = CheckpointStore(config["checkpoint_uri"])
         self._writer = BackgroundWriter(self._store, self._done)
         self._saved_at: float | None = None
-        self._saved_step = -1
+        self._saved_step = self._planned_step = -1
         self._cost_s = 0.0
         self._write_s = 0.0
         self._committed_at = time.monotonic()
@@ -274,7 +302,7 @@ class _Saver:
         self._fields: dict[str, Any] = {}
         self._written = threading.Event()
 
-    def consider(self, state: ElasticState, *, asked: bool) -> None:
+    def consider(self, state: ElasticState, ranks: int, *, asked: bool) -> None:
         now = time.monotonic()
         step_s, self._committed_at = now - self._committed_at, now
         if self._saved_at is None and not asked:
@@ -289,26 +317,46 @@ class _Saver:
             budget=self._budget,
             write_s=self._write_s,
         )
-        if not (wanted or asked):
+        if not (wanted or asked) or state.step < self._planned_step:
             return
         if self._writer.busy:
             if now - self._skipped_at > self._rpo_target_s:
                 self._skipped_at = now
                 self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": "storage is slow"})
             return
+        if ranks > 1 and not asked and _bytes(state) >= PARTS_FROM:
+            self._saved_at = now
+            self._planned_step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
+            plan = {"type": "plan_parts", "generation": self.generation, "step": self._planned_step}
+            self._channel.send(plan)
+            return
         self._submit(state, reason)
         self._saved_at = now
         self._cost_s = time.monotonic() - now
 
-    def _submit(self, state: ElasticState, reason: str) -> None:
+    def write_part(self, state: ElasticState, rank: int, ranks: int) -> None:
+        """This rank's share of the state as it is now."""
+        now = time.monotonic()
+        self._planned_step = -1
+        self._submit(state, "in parts", rank, ranks)
+        self._saved_at = self._committed_at = now
+        self._cost_s = time.monotonic() - now
+
+    def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
         snapshot, extra = state.for_checkpoint()
         self._memory.lease(snapshot)
-        body = snapshot.body["state"]
-        self._fields = {"cursors": body["cursors"], "reason": reason}
+        body, tensors = snapshot.body["state"], snapshot.tensors
+        if parts > 1:
+            mine = shares({name: tensor.nbytes for name, tensor in tensors.items()}, parts)[part]
+            tensors = {name: tensors[name] for name in mine}
+        self._fields = {"cursors": body["cursors"], "reason": reason, "generation": self.generation}
+        bad = [f"{name} is {value}" for name, value in self.values.items() if not math.isfinite(value)]
+        if bad:
+            self._fields["suspect"] = f"committed with {bad[0]}"
         self._saved_step = state.step
         self._written.clear()
-        meta = {"state": body, **extra}
-        self._writer.submit(state.step, snapshot.tensors, meta, f"{self.token}-{state.step}")
+        meta = {"state": body, **extra} if part == 0 else extra
+        self._writer.submit(state.step, tensors, meta, f"{self.token}-{state.step}", part=part, parts=parts)
 
     def _done(self, outcome: WriteOutcome) -> None:
         self._write_s = outcome.seconds
@@ -319,6 +367,8 @@ class _Saver:
                 self._channel.send({"type": "checkpoint_skipped", "step": outcome.step, "reason": reason})
             else:
                 self._flush()  # the driver must have been told of a step before it is told that the step is durable
+                if outcome.nan:
+                    self._fields["suspect"] = f"tensor {outcome.nan} holds NaN"
                 part = json.loads(json.dumps(outcome.part.to_dict()))
                 message = {"type": "checkpoint", "part": part, "seconds": outcome.seconds, "fields": self._fields}
                 self._channel.send(message)
@@ -340,6 +390,10 @@ class _Saver:
 
 def _as_items(report: Report) -> dict[str, Any]:
     return dict(vars(report))
+
+
+def _bytes(state: ElasticState) -> int:
+    return sum(tensor.nbytes for tensor in state.capture()[1].values())
 
 
 _session: WorkerSession | None = None

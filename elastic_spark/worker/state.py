@@ -101,6 +101,10 @@ class ElasticState(State):  # type: ignore[misc]
         """Whether this process holds the job's state: it was in a sync, received it whole, or loaded a checkpoint."""
         return self._synced
 
+    def let_go(self) -> None:
+        """What it holds counts no more: the next world starts from a checkpoint."""
+        self._synced = False
+
     # ------------------------------------------------------------------------------------------- committing
 
     def commit(self, **values: float) -> None:

@@ -35,15 +35,15 @@ from elastic_spark.testing.counting import assert_agree, assert_exact, read_step
 
 from .schedule import Fault, Schedule
 
-ROWS, BATCH, EPOCHS = 480, 24, 12
+ROWS, BATCH = 480, 24
 ROOT = Path(__file__).parents[2]
 
 
 class Pace:
     """Called after each step: the job lasts as long as the schedule, and half-way it lasts longer."""
 
-    def __init__(self, slow: Path) -> None:
-        self.slow, self.half = str(slow), EPOCHS * ROWS // BATCH // 2
+    def __init__(self, slow: Path, epochs: int) -> None:
+        self.slow, self.half = str(slow), epochs * ROWS // BATCH // 2
 
     def __call__(self, state: Any) -> None:
         if os.path.exists(self.slow):
@@ -53,8 +53,8 @@ class Pace:
 class World:
     """One job under one schedule; see `run`."""
 
-    def __init__(self, schedule: Schedule, folder: Path) -> None:
-        self.schedule, self.folder = schedule, folder
+    def __init__(self, schedule: Schedule, folder: Path, epochs: int = 12) -> None:
+        self.schedule, self.folder, self.epochs = schedule, folder, epochs
         self.slow, self.steps_dir = folder / "slow", folder / "steps"
         self.steps_dir.mkdir(parents=True)
         self.slow.touch()
@@ -86,10 +86,11 @@ class World:
             job_id=f"chaos-{self.schedule.seed}-{os.getpid()}",
             plans={"train": plan},
             seed=self.schedule.seed,
+            balance=True,
             journal=journal,
             store=CheckpointStore(uri),
             keep=3,
-            run_id="",
+            noted={},
             resumed=None,
             members_path=self.folder / "members.json",
             worker_output=lambda worker, lines: self._output.writelines(f"[{worker}] {line}\n" for line in lines),
@@ -110,7 +111,12 @@ class World:
                 row_groups=len(plan.groups),
             )
         )
-        keywords = {"rows": ROWS, "epochs": EPOCHS, "log_dir": str(self.steps_dir), "on_step": Pace(self.slow)}
+        keywords = {
+            "rows": ROWS,
+            "epochs": self.epochs,
+            "log_dir": str(self.steps_dir),
+            "on_step": Pace(self.slow, self.epochs),
+        }
         described = {"lanes": plan.lanes, "global_batch": BATCH, "seed": plan.seed, "shuffle": True}
         data = {"manifest": manifest_body(manifest), "groups": plan.groups, "plan": described}
         self.launch = Launch(
@@ -162,7 +168,7 @@ class World:
         gone = {event.worker for event in self.seen(ev.WorkerLost, ev.WorkerLeft)}
         return tuple(name for name in formed[-1].members if name not in gone) if formed else ()
 
-    def _spawned(self, worker: str) -> ev.WorkerSpawned | None:
+    def spawned(self, worker: str) -> ev.WorkerSpawned | None:
         return next((event for event in self.seen(ev.WorkerSpawned) if event.worker == worker), None)
 
     # ----------------------------------------------------------------------------------------------- breaking
@@ -190,34 +196,34 @@ class World:
             with self._news:
                 self._armed.append((fault, triggers[fault.kind]))
             if fault.kind == "kill_in_reset":
-                self._kill(self._victim(fault.who + 1))
+                self.kill(self._victim(fault.who + 1))
         else:
             self._strike(fault, None)
 
     def _strike(self, fault: Fault, event: ev.Event | None) -> None:
         victim = self._victim(fault.who)
         if fault.kind in ("kill_worker", "kill_in_reset"):
-            self._kill(victim)
+            self.kill(victim)
         elif fault.kind == "kill_newcomer":
             assert isinstance(event, ev.GenerationFormed)
-            self._kill(event.joined[fault.who % len(event.joined)])
+            self.kill(event.joined[fault.who % len(event.joined)])
         elif fault.kind == "double_fault":
-            self._kill(victim)
-            threading.Timer(fault.delay, self._kill, (self._victim(fault.who + 1),)).start()
+            self.kill(victim)
+            threading.Timer(fault.delay, self.kill, (self._victim(fault.who + 1),)).start()
         elif fault.kind == "kill_all_workers":
             for worker in self.members():
-                self._kill(worker)
+                self.kill(worker)
         elif fault.kind == "kill_executor":
             self._signal_executor(victim, signal.SIGKILL)
         elif fault.kind == "kill_all_executors":
             for worker in self.members():
                 self._signal_executor(worker, signal.SIGKILL)
         elif fault.kind == "freeze_worker":
-            self._kill(victim, signal.SIGSTOP)
+            self.kill(victim, signal.SIGSTOP)
         elif fault.kind == "freeze_executor":
             self._signal_executor(victim, signal.SIGSTOP)
         elif fault.kind == "drain":
-            spawned = self._spawned(victim) if victim else None
+            spawned = self.spawned(victim) if victim else None
             if spawned is not None:
                 self.controller.post(core.Draining(spawned.executor, "a schedule"))
         elif fault.kind == "add_executor":
@@ -229,15 +235,15 @@ class World:
         members = self.members()
         return members[who % len(members)] if members else None
 
-    def _kill(self, worker: str | None, number: signal.Signals = signal.SIGKILL) -> None:
-        spawned = self._spawned(worker) if worker else None
+    def kill(self, worker: str | None, number: signal.Signals = signal.SIGKILL) -> None:
+        spawned = self.spawned(worker) if worker else None
         gone = {event.worker for event in self.seen(ev.WorkerLost, ev.WorkerLeft)}
         if spawned is not None and worker not in gone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(spawned.pid, number)
 
     def _signal_executor(self, worker: str | None, number: signal.Signals) -> None:
-        spawned = self._spawned(worker) if worker else None
+        spawned = self.spawned(worker) if worker else None
         if spawned is not None:
             self.executors[spawned.executor].send_signal(number)
 
@@ -249,14 +255,22 @@ class World:
         Raises:
             AssertionError: an invariant is broken; the message says which.
         """
-        for _ in range(self.schedule.executors):
-            self.add_executor()
-        self.wait(lambda: self.seen(ev.StepsCommitted), 120.0, "the first step")
+        self.begin()
         for fault in self.schedule.faults:
             threading.Event().wait(fault.after)  # the schedule's own time
             if self.controller.wait(0.0):
                 break
             self.apply(fault)
+        return self.finish()
+
+    def begin(self) -> None:
+        """Until the first step."""
+        for _ in range(self.schedule.executors):
+            self.add_executor()
+        self.wait(lambda: self.seen(ev.StepsCommitted), 120.0, "the first step")
+
+    def finish(self) -> dict[str, Any]:
+        """Refill, let it end, judge."""
         while len(self.living()) - self._frozen() < self.schedule.num_proc:
             self.add_executor()
         before = self._newest()
@@ -281,11 +295,11 @@ class World:
         values = [pickle.loads(blob) for blob in blobs if blob is not None]
         assert values, "no rank has returned anything"
         for value in values:
-            assert_exact(value["w"], EPOCHS)
+            assert_exact(value["w"], self.epochs)
         assert_agree(read_steps(self.steps_dir))
         figures = summarise(self.events)
         rows = tuple(figures[name] for name in ("rows_once", "rows_twice", "rows_never", "rows_unexplained"))
-        assert rows == (EPOCHS * ROWS, 0, 0, 0), f"rows once, twice, never, unexplained: {rows}"
+        assert rows == (self.epochs * ROWS, 0, 0, 0), f"rows once, twice, never, unexplained: {rows}"
         self._judge_roll_backs()
         self._judge_orphans()
         return figures
@@ -294,14 +308,14 @@ class World:
         """Committed steps are lost only where nobody who held them lives."""
         holders: set[str] = set()
         gone: set[str] = set()
+        members: set[str] = set()
         for event in self.events:
             if isinstance(event, ev.GenerationFormed):
-                new = set(event.joined)
-                assert len(set(event.members)) == len(event.members), f"a worker twice in a world: {event}"
-                holders = set(event.members) - new
+                members = set(event.members)
+                assert len(members) == len(event.members), f"a worker twice in a world: {event}"
+                holders &= members
             elif isinstance(event, ev.StepsCommitted):
-                formed = next(e for e in self.seen(ev.GenerationFormed) if e.generation == event.generation)
-                holders |= set(formed.members) - gone
+                holders = members - gone
             elif isinstance(event, (ev.WorkerLost, ev.WorkerLeft)):
                 holders.discard(event.worker)
                 gone.add(event.worker)

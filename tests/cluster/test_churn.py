@@ -47,8 +47,15 @@ def test_a_worker_process_is_killed(job: Job) -> None:
     assert result.summary["steps_lost"] == 0
 
 
+def write_in_parts(state: object) -> None:
+    """As a state that is large enough would be."""
+    from elastic_spark.worker import session
+
+    session.PARTS_FROM = 0
+
+
 def test_all_executors_die_and_come_back(job: Job) -> None:
-    job.count(epochs=8, rpo_target_s=1.0, ckpt_budget=1.0)
+    job.count(epochs=8, rpo_target_s=1.0, ckpt_budget=1.0, keep_checkpoints=100, on_step=write_in_parts)
     world = job.wait_world(3)
     job.wait(lambda: job.events(ev.CheckpointWritten), 100.0, "a checkpoint")
     for worker in world:
@@ -59,6 +66,7 @@ def test_all_executors_die_and_come_back(job: Job) -> None:
     restored = next(e for e in job.events(ev.GenerationFormed) if e.restored_from)
     written = [e for e in job.events(ev.CheckpointWritten) if e.at < restored.at]
     assert (restored.restored_from, restored.step) == (written[-1].uri, written[-1].step)
+    assert len(list(Path(restored.restored_from).glob("state-*"))) == 3, "each rank had written its share"
     job.assert_no_orphans()
 
 

@@ -23,6 +23,7 @@ BY_TYPE = {
     "int": st.integers(-(2**53), 2**53),
     "int | None": st.none() | st.integers(0, 255),
     "float": st.floats(allow_nan=False, allow_infinity=False),
+    "float | None": st.none() | st.floats(allow_nan=False, allow_infinity=False),
     "tuple[str, ...]": st.lists(TEXT, max_size=4).map(tuple),
     "tuple[float, ...]": st.lists(st.floats(0, 2e9), max_size=4).map(tuple),
     "Mapping[str, tuple[int, int]]": st.dictionaries(TEXT, st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3),

@@ -222,6 +222,19 @@ def test_what_comes_from_memory_is_waited_for_but_not_for_ever() -> None:
     one(run.wait(2.2, "*"), core.Form, members=("w2", "w3"), found=-1)
 
 
+def test_a_newcomer_left_alone_without_the_state_waits_for_what_the_others_left_in_memory() -> None:
+    run = Script(num_proc=2, settle_s=2.0).running()
+    run.down("w1")
+    run.ask("w0", step=5)
+    run.initialise()
+    run.ready("w2")
+    run.wait(0.5, "*")
+    run.ask("w0", step=8, reason="reset")
+    run.down("w0")
+    assert of(run.ask("w2", step=-1), core.Form) == []
+    one(run(core.Ready("w3", 8, 2)), core.Form, members=("w3", "w2"), joined=("w3",), step=-1, found=8, restore=True)
+
+
 def test_what_a_survivor_holds_is_preferred_to_memory() -> None:
     run = Script(num_proc=2).running()
     run.down("w1")
@@ -1042,6 +1055,70 @@ def test_a_plain_function_whose_collective_failed_does_not_blame_its_host() -> N
     run = Script(num_proc=2).running()
     run.down("w1", "collective failed")
     assert run.job.probation.scores == {}
+
+
+# ------------------------------------------------------------------------------------------------------- the guard
+
+
+def alarm(run: Script, since: int = 7) -> list[core.Effect]:
+    return run(core.Alarmed(run.job.generation, since, f"loss is nan at step {since}"))
+
+
+def test_an_alarm_is_a_warning_by_default() -> None:
+    run = Script(num_proc=2).running()
+    before = run.job
+    assert alarm(run) == []
+    assert run.job == before
+
+
+def test_an_alarm_stops_the_job_where_that_is_the_policy() -> None:
+    run = Script(num_proc=2, guard="stop").running()
+    alarm(run)
+    assert (run.ended.status, run.ended.kind) == ("FAILED", "GuardStopped")
+    assert "loss is nan at step 7" in run.ended.error
+
+
+def test_a_roll_back_is_a_change_of_the_world_that_starts_from_before_the_alarm() -> None:
+    run = Script(num_proc=2, guard="rollback").running()
+    one(alarm(run), core.Notify, workers=("w0", "w1"))
+    assert alarm(run, 9) == alarm(run, 5) == [], "the way back is under way"
+    run.ask("w0", step=20, reason="reset")
+    form = one(run.ask("w1", step=20, reason="reset"), core.Form, members=("w0", "w1"), joined=(), lost=())
+    assert (form.before, form.restore, form.step) == (5, True, -1)
+    assert form.cause == "guard: loss is nan at step 7"
+    run.initialise()
+    assert run(core.Alarmed(1, 21, "late")) == []
+    assert run.job.suspect_from is None, "what comes late from the world that was left is settled"
+    run.down("w1")
+    assert one(run.ask(step=6), core.Form, restore=False, step=6).before is None
+
+
+def test_roll_backs_are_counted_and_then_the_job_stops() -> None:
+    run = Script(num_proc=1, guard="rollback", guard_rollbacks=2).running()
+    for _ in range(2):
+        alarm(run)
+        run.ask(step=9, reason="reset")
+        run.initialise()
+    assert run.ended is None
+    alarm(run)
+    assert run.ended.kind == "GuardStopped"
+    assert "rolled back 2 times already (guard_rollbacks)" in run.ended.error
+
+
+def test_all_are_lost_on_the_way_back() -> None:
+    run = Script(num_proc=1, guard="rollback").running()
+    alarm(run)
+    run.down("w0")
+    form = one(run.ready("w1"), core.Form, members=("w1",))
+    assert (form.before, form.restore) == (7, True)
+
+
+def test_a_function_that_returns_before_the_job_went_back_has_not_finished_well() -> None:
+    run = Script(num_proc=1, guard="rollback").running()
+    alarm(run)
+    run(core.Finished("w0"))
+    assert run.ended.kind == "GuardStopped"
+    assert "returned before the job went back" in run.ended.error
 
 
 # --------------------------------------------------------------------------------- what must not change anything

@@ -35,6 +35,7 @@ NONSENSE = st.one_of(
     st.builds(core.Draining, st.sampled_from(["e0", "e1", "e99"]), st.just("decommissioned")),
     st.builds(core.UserError, NAMES, STEPS, st.floats(0, 100), st.just("ValueError"), st.just("Traceback")),
     st.builds(core.Unbalanced, GENERATIONS),
+    st.builds(core.Alarmed, GENERATIONS, st.integers(0, 30), st.just("loss is nan")),
     st.just(core.Tick()),
 )
 
@@ -55,6 +56,8 @@ def job_options(draw: st.DrawFn) -> core.Options:
         warm_timeout_s=5.0,
         reset_limit=draw(st.none() | st.integers(0, 4)),
         user_error_retries=draw(st.integers(0, 2)),
+        guard=draw(st.sampled_from(["warn", "rollback", "stop"])),
+        guard_rollbacks=draw(st.integers(0, 2)),
     )
 
 
@@ -152,6 +155,11 @@ class Churn(RuleBasedStateMachine):
         name = self.some(number, "init")
         if name is not None:
             self.cluster = self.cluster.ask(name, "init failed")
+
+    @precondition(lambda self: self.goes_on)
+    @rule(since=st.integers(0, 20))
+    def guard_gives_an_alarm(self, since: int) -> None:
+        self.cluster = self.cluster.feed(core.Alarmed(self.cluster.job.generation, since, "loss is nan"))
 
     @precondition(lambda self: self.goes_on)
     @rule(number=PICK)

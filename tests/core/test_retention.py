@@ -60,7 +60,7 @@ def test_saves_keep_one_of_the_two_bounds_for_ever(cost, step, rpo, budget, writ
 
 scores = st.none() | st.floats(-10, 10) | st.sampled_from([float("nan"), float("inf")])
 stored = st.lists(
-    st.builds(Stored, st.uuids().map(str), st.integers(0, 20), st.floats(0, 100), st.booleans(), scores),
+    st.builds(Stored, st.uuids().map(str), st.integers(0, 20), st.floats(0, 100), st.booleans(), scores, st.booleans()),
     unique_by=lambda item: item.name,
     max_size=12,
 )
@@ -78,7 +78,8 @@ def test_never_the_newest_valid_one(items, keep, keep_best):
         return
     assert valid[0] in left
     assert all(item in left for item in newest_first[: max(keep, 0)])
-    assert len(left) <= max(keep, 0) + max(keep_best, 0) + 1
+    assert any(item in left for item in valid if item.good) or not any(item.good for item in valid)
+    assert len(left) <= max(keep, 0) + max(keep_best, 0) + 2
     assert gone == [item for item in reversed(newest_first) if item in gone], "oldest first"
 
 
@@ -91,3 +92,9 @@ def test_best_ones_stay_and_nan_is_never_best():
 def test_an_invalid_one_is_never_best():
     items = [Stored("a", 1, score=0.0, valid=False), Stored("b", 2, score=1.0), Stored("c", 3, score=2.0)]
     assert [item.name for item in to_delete(items, keep=1, keep_best=1)] == ["a"]
+
+
+def test_the_newest_good_one_stays_and_a_suspect_one_is_never_best():
+    items = [Stored("a", 1, score=0.5), Stored("b", 2, score=0.1, good=False), Stored("c", 3, good=False)]
+    assert [item.name for item in to_delete(items, keep=1, keep_best=1)] == ["b"]
+    assert [item.name for item in to_delete(items, keep=1)] == ["b"]

@@ -31,6 +31,9 @@ finished when rank 0 has finished and every other member has finished, is gone, 
 missing. Where rank 0 is lost while others are DONE, these are dismissed and replaced: the next world does their part
 again.
 
+The guard's way back is the same change: an alarm under ``guard="rollback"`` makes the members ask, and the next world
+starts from a checkpoint of before the alarm instead of from what they hold.
+
 What is never waited for without a limit: a member that does not ask, init, a newcomer, more workers, those that finish
 after rank 0 (`limits`, `settle`). What would go round for ever ends too: collectives that fail again and again
 although nobody was lost, and processes that die again and again before a new step.
@@ -58,6 +61,7 @@ from elastic_spark.core.job.inputs import (
     AgentDown,
     AgentHeard,
     AgentUp,
+    Alarmed,
     Asked,
     Draining,
     Fault,
@@ -90,6 +94,7 @@ __all__ = [
     "AgentDown",
     "AgentHeard",
     "AgentUp",
+    "Alarmed",
     "Asked",
     "BreakGeneration",
     "Dismiss",

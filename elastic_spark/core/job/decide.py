@@ -175,6 +175,21 @@ def _on_unbalanced(turn: Turn, happened: i.Unbalanced) -> None:
     turn.set(unbalanced=happened.generation == turn.job.generation)
 
 
+def _on_alarmed(turn: Turn, happened: i.Alarmed) -> None:
+    job, options = turn.job, turn.job.options
+    if options.guard == "warn" or happened.generation <= job.undone:
+        return
+    if job.suspect_from is not None:  # the way back is under way already
+        turn.set(suspect_from=min(job.suspect_from, happened.suspect_from))
+    elif options.guard == "stop":
+        turn.end(Ended("FAILED", f"{happened.why}; guard='stop' ends the job there", "GuardStopped"))
+    elif job.rollbacks >= options.guard_rollbacks:
+        message = f"{happened.why}; the job has been rolled back {job.rollbacks} times already (guard_rollbacks)"
+        turn.end(Ended("FAILED", message, "GuardStopped"))
+    else:
+        turn.set(suspect_from=happened.suspect_from, alarm=happened.why, rollbacks=job.rollbacks + 1)
+
+
 def _on_fault(turn: Turn, happened: i.Fault) -> None:
     status = "KILLED" if happened.kind == "JobCancelled" else "FAILED"
     turn.end(Ended(status, happened.error, happened.kind))
@@ -199,6 +214,7 @@ _HANDLERS: Mapping[type[i.Input], Callable[[Turn, Any], None]] = {
     i.UserError: _on_user_error,
     i.Draining: _on_draining,
     i.Unbalanced: _on_unbalanced,
+    i.Alarmed: _on_alarmed,
     i.Fault: _on_fault,
     i.Tick: _on_tick,
 }

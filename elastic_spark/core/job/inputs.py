@@ -122,6 +122,15 @@ class Unbalanced(Input):
 
 
 @dataclass(frozen=True)
+class Alarmed(Input):
+    """The guard does not trust the state from step ``suspect_from`` on, in a world of ``generation``."""
+
+    generation: int
+    suspect_from: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Fault(Input):
     """Something that ends the job: ``kind`` is the name of the exception class."""
 

@@ -74,7 +74,10 @@ def _finished(turn: Turn) -> bool:
         return False
     for member in live:
         turn.dismiss(member, "done")
-    turn.end(Ended("FINISHED"))
+    if job.suspect_from is None:
+        turn.end(Ended("FINISHED"))
+    else:
+        turn.end(Ended("FAILED", f"{job.alarm}; the function returned before the job went back", "GuardStopped"))
     return True
 
 
@@ -82,13 +85,13 @@ def _finished(turn: Turn) -> bool:
 
 
 def _consider_change(turn: Turn, live: list[Worker]) -> None:
-    """The world runs: does a newcomer, a drain, or uneven speed call for another one?"""
+    """The world runs: does a newcomer, a drain, uneven speed or the guard call for another one?"""
     job, options = turn.job, turn.job.options
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
     plan = next_world(job, turn.clock)
     gathered = bool(plan.joined) and turn.clock - plan.joined[-1].since >= options.join_delay_s
-    if plan.left or gathered or job.unbalanced:
+    if plan.left or gathered or job.unbalanced or job.suspect_from is not None:
         if turn.clock - job.notified >= options.notify_every_s:
             turn.set(notified=turn.clock)
             turn.do(Notify(tuple(member.id for member in live)))
@@ -122,8 +125,14 @@ def _supersede(turn: Turn) -> None:
 
 
 def _consider_next(turn: Turn) -> None:
-    """All live members ask: the next generation, as soon as it is large enough."""
+    """All live members ask: the next generation, as soon as it is large enough.
+
+    Where those who held the state are gone, it may be in the memory that one of those who are about to come finds.
+    """
     job, options = turn.job, turn.job.options
+    state_lost = job.formed_step >= 0 and all(member.step < 0 for member in job.live_members())
+    if state_lost and _awaits_memory(turn, job.ending_since):
+        return
     plan = next_world(job, turn.clock)
     if plan.size >= options.min_num_proc:
         _form(turn, plan)
@@ -144,15 +153,23 @@ def _consider_start(turn: Turn) -> None:
     if job.generation == 0:
         option, limit, since = "start_timeout", options.start_timeout, job.started
     late = turn.clock - since > limit
-    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
-    coming = any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
-    settled = not coming and turn.clock - job.arrived >= options.settle_s
-    if job.generation > 0 and coming and turn.clock - since < options.settle_s:
+    settled = not _is_somebody_coming(job) and turn.clock - job.arrived >= options.settle_s
+    if job.generation > 0 and _awaits_memory(turn, since):
         return
     if plan.size >= options.num_proc or (plan.size >= options.min_num_proc and (settled or late)):
         _form(turn, plan)
     elif late:
         _too_few(turn, plan.size, option, limit)
+
+
+def _is_somebody_coming(job: Job) -> bool:
+    """Whether a worker is about to be ready. One that failed twice is not counted on."""
+    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
+    return any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
+
+
+def _awaits_memory(turn: Turn, since: float) -> bool:
+    return _is_somebody_coming(turn.job) and turn.clock - since < turn.job.options.settle_s
 
 
 def _too_few(turn: Turn, have: int, option: str, limit: float) -> None:
@@ -174,13 +191,16 @@ def _form(turn: Turn, plan: Plan) -> None:
         return
     for member in plan.left:
         turn.dismiss_draining(member)
+    before, found = job.suspect_from, -1
     members = [*plan.survivors, *plan.joined]
-    found = -1
-    if held < 0:
+    if before is not None:
+        held = -1
+    elif held < 0:
         finder = max(members, key=job.found)
         found = job.found(finder)
         if found >= 0:
             members = [finder, *(member for member in members if member is not finder)]
+    if held < 0:
         turn.set(restored=job.generation + 1, restored_step=found)
     for member in members:
         turn.move(member, Stage.CALLED, step=held)
@@ -190,10 +210,11 @@ def _form(turn: Turn, plan: Plan) -> None:
         joined=tuple(member.id for member in plan.joined),
         lost=job.lost,
         left=tuple(member.id for member in plan.left),
-        cause=_cause(job, plan),
+        cause=_cause(job, plan) if before is None else f"guard: {job.alarm}",
         step=held,
         restore=held < 0,
         found=found,
+        before=before,
     )
     turn.do(form)
     turn.set(
@@ -208,6 +229,8 @@ def _form(turn: Turn, plan: Plan) -> None:
         unbalanced=False,
         notified=float("-inf"),
         formed_step=held,
+        suspect_from=None,
+        undone=job.generation if before is not None else job.undone,
     )
 
 

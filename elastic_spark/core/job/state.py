@@ -42,6 +42,7 @@ class Options:
     user_error_retries: how often an error of the user's code, not seen before at that step, is survived.
     error_window_s: after the first error, so long is waited for an earlier one of another worker.
     spawn_limit: an agent whose worker failed more often than this in a row is sent away.
+    guard: what an alarm of the guard leads to: "warn", "rollback" or "stop". guard_rollbacks: how many, then it stops.
     """
 
     num_proc: int
@@ -62,6 +63,8 @@ class Options:
     user_error_retries: int = 0
     error_window_s: float = 0.5
     spawn_limit: int = 3
+    guard: str = "warn"
+    guard_rollbacks: int = 3
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Job:
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
         memory (-1: none). What was left in memory before, beyond that step, is another story.
+    suspect_from: the guard wants the next world to start from a checkpoint of a step before this one; alarm: why.
+    rollbacks: how often it wanted that. undone: alarms of worlds up to this one are settled.
     last_error, last_words: of the last failed collective, and of the last process that died.
     """
 
@@ -174,6 +179,10 @@ class Job:
     failures: tuple[Failure, ...] = ()
     forgiven: tuple[Failure, ...] = ()
     failed_since: float = 0.0
+    suspect_from: int | None = None
+    alarm: str = ""
+    rollbacks: int = 0
+    undone: int = 0
     probation: Probation = field(default_factory=Probation)
     last_error: str = ""
     last_words: str = ""
