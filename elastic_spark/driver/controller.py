@@ -441,7 +441,7 @@ class Controller:
             self._ledger.find(*self._found.get(finder, ("", [])))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
-        weights = self._pace.weights(effect.members) if self._pace is not None else None
+        weights = self._pace.weights(effect.members, self._now()) if self._pace is not None else None
         lanes = {
             name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
             for name, plan in self._plans.items()
