@@ -11,7 +11,7 @@ STAMP := $(VENV)/.setup-done
 # Stands before every command that runs Python: the environment's programs first, and its Java where it brings one.
 RUN = env PATH="$(abspath $(VENV))/bin:$$PATH" $$(test -s $(VENV)/java-home && echo JAVA_HOME="$$(cat $(VENV)/java-home)")
 
-.PHONY: demo test check setup clean bench-recovery bench-data bench-state bench-kills
+.PHONY: demo test fuzz check setup clean bench-recovery bench-data bench-state bench-kills
 
 demo: setup
 	@$(RUN) python jobs/demo.py $(ARGS)
@@ -38,6 +38,10 @@ bench-state:    script := bench_state.py
 bench-kills:    script := horovod_kills.py
 bench-recovery bench-data bench-state bench-kills: setup
 	@$(RUN) python tests/bench/$(script) $(ARGS)
+
+# Churn schedules on real worker processes, without Spark, for as long as it takes: ARGS="--seeds 0:500".
+fuzz: setup
+	@$(RUN) python -m tests.chaos.fuzz $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage

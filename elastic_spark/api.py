@@ -293,6 +293,7 @@ class _Run:
             job_id=self.job_id,
             plans=plans,
             seed=settings.seed,
+            balance=settings.balance,
             journal=journal,
             store=self.store,
             keep=settings.keep_checkpoints,
@@ -376,6 +377,7 @@ class _Run:
                     global_batch=plan.global_batch,
                     steps_per_epoch=plan.steps_per_epoch,
                     row_groups=len(plan.groups),
+                    shuffle=plan.shuffle,
                 )
             )
         for sentence in spark.settings_that_hurt(self.context):

@@ -276,19 +276,37 @@ def _as_yaml(options: Mapping[str, Any]) -> str:
 @click.argument("events", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the page there.")
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Write the timeline as a picture there.")
-def report(events: Path, html: Path | None, png: Path | None) -> None:
+@click.option(
+    "--manifest",
+    "manifests",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="manifest.json of a data set: recompute the sequence of each finished epoch. Exit code 1 where it differs.",
+)
+def report(events: Path, html: Path | None, png: Path | None, manifests: tuple[Path, ...]) -> None:
     """Tell the story of a job from its event log EVENTS, finished or not."""
-    from elastic_spark.core.events import read_log
+    from elastic_spark.core.audit import check_digests
+    from elastic_spark.core.events import DatasetFrozen, read_log
+    from elastic_spark.core.manifest import Manifest
     from elastic_spark.core.metrics import summarise
     from elastic_spark.report import render_html, render_png, render_text
 
     with events.open(encoding="utf-8") as lines:
         log = list(read_log(lines))
-    click.echo(render_text(summarise(log)))
+    summary = summarise(log)
+    click.echo(render_text(summary))
     if html is not None:
         html.write_text(render_html(log, f"elastic_spark: {events.name}"), encoding="utf-8")
     if png is not None:
         render_png(log, png)
+    with _exit_codes():
+        known = [Manifest.from_json(path.read_text(encoding="utf-8")) for path in manifests]
+        frozen = [event for event in log if isinstance(event, DatasetFrozen)]
+        checks = check_digests(summary["epochs"], frozen, known)
+    for words, _ in checks:
+        click.echo(words)
+    if not all(good for _, good in checks):
+        sys.exit(1)
 
 
 @main.group()

@@ -48,7 +48,8 @@ class JobConfig:
         global_batch: rows of a step over all workers, whatever their number.
         lanes: data partitions; fixed for the job; default: a multiple of the largest world.
         seed, shuffle: the order of rows is a function of these and of the data.
-        cache_dir: directory on the workers' machines for the Arrow cache; default: a temporary directory.
+        balance: workers that are measured to be slower own fewer lanes; the gradient stays that of the whole batch.
+        cache_dir: directory on the workers' machines where decoded rows are kept; default: in Spark's local directory.
         data_uri: where a DataFrame is frozen to as Parquet; default: below ``work_dir``. Must be shared storage where
             executors run on other machines.
 
@@ -84,6 +85,7 @@ class JobConfig:
     lanes: int | None = None
     seed: int = 0
     shuffle: bool = True
+    balance: bool = True
     cache_dir: str | None = None
     data_uri: str | None = None
     checkpoint_uri: str | None = None

@@ -16,7 +16,7 @@ from typing import Any
 from elastic_spark.core import events as ev
 from elastic_spark.core.metrics import summarise
 from elastic_spark.core.timeline import Bar, Timeline, thin, timeline
-from elastic_spark.core.verdict import change_line, seconds, verdict
+from elastic_spark.core.verdict import change_line, epoch_line, seconds, verdict
 from elastic_spark.errors import EnvironmentUnfit
 
 WIDTH, LEFT, RIGHT, ROW = 960, 150, 20, 18
@@ -78,7 +78,7 @@ def render_html(events: Iterable[ev.Event], title: str) -> str:
 
 
 def render_text(summary: Mapping[str, Any]) -> str:
-    """The verdict, then one line for each change, from a summary of `core.metrics`."""
+    """The verdict, then one line for each change and each epoch, from a summary of `core.metrics`."""
     lines = verdict(summary)
     width = max(len(label) for label, _, _ in lines)
     out = [f"{'!' if mark == 'bad' else ' '} {label:<{width}}  {text}" for label, text, mark in lines]
@@ -86,6 +86,9 @@ def render_text(summary: Mapping[str, Any]) -> str:
         begin = summary["started_at"]
         out += ["", "Changes"]
         out += [f"  {seconds(change['at'] - begin):>12}  {change_line(change)}" for change in summary["changes"]]
+    if summary["epochs"]:
+        out += ["", "Epochs"]
+        out += [f"  {epoch_line(epoch)}" for epoch in summary["epochs"]]
     return "\n".join(out) + "\n"
 
 
@@ -156,9 +159,13 @@ def _changes_table(summary: Mapping[str, Any], begin: float) -> str:
 
 def _epochs_table(summary: Mapping[str, Any]) -> str:
     names = ("rows_once", "rows_twice", "rows_never", "rows_open", "rows_inherited")
-    heads = ("data set", "epoch", "rows", "once", "twice", "never", "open", "checkpoint only", "finished")
+    heads = ("data set", "epoch", "rows", "once", "twice", "never", "open", "checkpoint only", "finished", "sequence")
     rows = [
-        (e["dataset"], e["epoch"] + 1, e["rows"], *(e[name] for name in names), "yes" if e["finished"] else "no")
+        (
+            *(e["dataset"], e["epoch"] + 1, e["rows"]),
+            *(e[name] for name in names),
+            *("yes" if e["finished"] else "no", (e["digest"] or "not known")[:16]),
+        )
         for e in summary["epochs"]
     ]
     return _table(heads, rows, "No data set of the job was frozen: nothing to audit.")

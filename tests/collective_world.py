@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Kinds of `DistributedOptimizer`.
@@ -618,16 +618,34 @@ JOBS: dict[str, Callable[..., None]] = {
 def work(connection: socket.socket, name: str, job: str, options: dict[str, Any]) -> None:
     from elastic_spark.worker import collective
 
+    if job == "worker":
+        run_worker(Path(options["start"]))
     session = PipeSession(connection)
     collective.install(session)
     threading.Thread(target=session.listen, daemon=True).start()
     JOBS[job](session, name, **options)
 
 
+def run_worker(start: Path) -> NoReturn:
+    """A worker as an agent starts it, with what it would be told on its standard input in the file ``start``."""
+    from elastic_spark.worker import main
+
+    with open(start) as sys.stdin:
+        code = main.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def serve(control: socket.socket) -> None:
     """The template: forks a worker for each request, tells their exits, ends with its parent's end."""
     import horovod.torch as hvd
     import torch
+
+    import elastic_spark.worker.context
+    import elastic_spark.worker.data
+    import elastic_spark.worker.main
+    import elastic_spark.worker.state  # noqa: F401
 
     parameter = torch.zeros(1)
     torch.optim.SGD([parameter]).step()  # imports what an optimizer needs, once

@@ -146,8 +146,11 @@ def _check_form(before: core.Job, happened: core.Input, after: core.Job, form: c
     assert (form.before, after.suspect_from) == (before.suspect_from, None), "the guard's way back is taken at once"
     held = max((steps[name] for name in (*survivors, *form.left)), default=-1)
     if survivors:
-        assert steps[form.members[0]] == held
+        assert form.found >= 0 or steps[form.members[0]] == held
     assert form.step == (held if form.before is None else -1)
+    finds = [after.found(after.workers[name]) for name in form.members]
+    assert form.found == (-1 if form.step >= 0 else finds[0])
+    assert form.step >= 0 or form.found == max(finds)
     assert form.restore == (form.step < 0)
     assert {after.workers[name].stage for name in form.members} == {Stage.CALLED}
     ready = {w.id for w in before.workers.values() if w.stage is Stage.READY}

@@ -15,6 +15,9 @@ from click.testing import CliRunner
 from elastic_spark.build_horovod import BUILD_COMMAND
 from elastic_spark.cli import main
 from elastic_spark.config import JobConfig
+from elastic_spark.core import events as ev
+from elastic_spark.core.lanes import LanePlan
+from elastic_spark.core.manifest import Column, Manifest, RowGroup
 
 TRAIN = """
     import horovod.torch as hvd
@@ -90,3 +93,33 @@ def test_wrong_usage_is_told_before_spark_starts(script: Path, arguments: list[s
 def test_every_option_has_a_flag() -> None:
     flags = {parameter.name for parameter in main.commands["run"].params}
     assert {item.name for item in dataclasses.fields(JobConfig)} <= flags
+
+
+def test_report_recomputes_the_sequence_from_a_manifest(tmp_path: Path) -> None:
+    """Equal, or exit code 1 where a batch held other rows than planned; a manifest of other data is refused."""
+    manifest = Manifest.of("train", "/data", [RowGroup("/data/a.parquet", 0, 40, 1)], [Column("x", "int64")])
+    plan = LanePlan(manifest.group_rows, lanes=4, global_batch=16, seed=3)
+    sizes = {"num_proc": 1, "min_num_proc": 1, "max_num_proc": 1}
+    frozen = {"dataset": "train", "rows": 40, "digest": manifest.digest, "lanes": 4, "seed": 3, "row_groups": 1}
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    other = Manifest.of("val", "/data", manifest.row_groups, [Column("y", "int64")])
+    (tmp_path / "other.json").write_text(other.to_json())
+    for wrong in (0, 1):
+        hashes = "".join(f"{plan.row_hash(0, offset) ^ wrong:016x}" for offset in range(3))
+        log = [
+            ev.JobStarted(at=0.0, job_name="j", job_id="i", run_id="", **sizes),
+            ev.DatasetFrozen(at=0.0, global_batch=16, steps_per_epoch=3, **frozen),
+            ev.StepsCommitted(
+                **{"at": 3.0, "generation": 1, "first_step": 1, "times": (1.0, 2.0, 3.0), "rows": 40},
+                **{"cursors": {"train": (0, 0)}, "hashes": {"train": hashes}},
+            ),
+        ]
+        (tmp_path / "log.jsonl").write_text("".join(ev.to_json(event) + "\n" for event in log))
+        arguments = ["report", str(tmp_path / "log.jsonl"), "--manifest", f"{tmp_path}/manifest.json"]
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == wrong, done.output
+        assert done.output.splitlines()[-1].endswith("DIFFERENT" if wrong else "equal")
+        assert "train, epoch 1: 40 once, 0 twice, 0 never, sequence " in done.output
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "log.jsonl"), "--manifest", f"{tmp_path}/other.json"])
+    assert done.exit_code == 2
+    assert "is of other data than this job's" in done.stderr

@@ -22,7 +22,7 @@ from elastic_spark.core.lanes import LanePlan, assign_lanes, choose_lanes
 from elastic_spark.core.manifest import Column, Manifest, RowGroup, SourceFile
 from elastic_spark.errors import DataError
 from elastic_spark.worker import rows as rows_module
-from elastic_spark.worker.data import Batch, LaneReader
+from elastic_spark.worker.data import SPARE_ROWS, Batch, LaneReader
 from elastic_spark.worker.rows import RowStore, record_type
 
 COLUMNS = [Column("x", "float32", 3), Column("y", "int64"), Column("flag", "bool"), Column("small", "int16")]
@@ -67,14 +67,14 @@ def check(batch):
     assert batch.rows == len(ids)
     if batch.rows == 0:
         assert batch.weight == 0.0
-        assert {len(tensor) for tensor in batch.values()} == {1}
+        assert {len(tensor) for tensor in batch.values()} == {SPARE_ROWS}
         ids = batch["y"]
     assert batch["y"].dtype == torch.int64
     assert torch.equal(batch["y"], ids)
     assert torch.equal(batch["x"], (ids[:, None] * 3 + torch.arange(3)).to(torch.float32))
     assert torch.equal(batch["flag"], ids % 3 == 0)
     assert torch.equal(batch["small"], (ids % 1000).to(torch.int16))
-    assert len(batch["y"]) == max(1, batch.rows)
+    assert len(batch["y"]) == (batch.rows or SPARE_ROWS)
 
 
 def read_epoch(manifest, plan, owned, epoch, cache_dir=None, offset=0):
@@ -442,6 +442,48 @@ def test_the_cache_makes_room_and_spares_what_is_in_use(tmp_path):
     gc.collect()
     assert [file.exists() for file in files] == [True, False, True]
     assert stores[0].records.view(stores[0].dtype)["y"][:, 0].tolist() == list(range(30_000))
+
+
+def test_processes_that_come_at_once_do_not_promise_the_same_space_twice(tmp_path):
+    """Six processes, each with a data set of its own, in a cache that holds three; then all fill what they got."""
+    code = """
+import sys
+from elastic_spark.core.manifest import Manifest
+from elastic_spark.worker.rows import RowStore
+manifest, cache, limit = Manifest.from_json(sys.stdin.readline()), sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+store = RowStore(manifest, cache, limit)
+print(int(store.shared), flush=True)
+sys.stdin.readline()
+store.load(0)
+"""
+    manifests, children, pipe = [], [], subprocess.PIPE
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+        manifests.append(make(tmp_path / str(number), [[5000]], content=str(number)))
+    limit = 3 * (4096 + 5000 * record_type(manifests[0].columns).itemsize)
+    for manifest in manifests:
+        command = [sys.executable, "-c", code, str(tmp_path / "cache"), str(limit)]
+        children.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1))
+        children[-1].stdin.write(manifest.to_json() + "\n")
+    for child in children:
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        child.stdin.write("open\n")
+    assert sum(int(child.stdout.readline()) for child in children) == 3
+    for child in children:
+        child.communicate("load\n", timeout=60)
+        assert child.returncode == 0
+    files = list((tmp_path / "cache").iterdir())
+    assert len(files) == 3
+    assert sum(file.stat().st_size for file in files) <= limit
+    for number, manifest in enumerate(manifests):  # nobody is left: there is room for each
+        store = RowStore(manifest, str(tmp_path / "cache"), limit)
+        assert store.shared, number
+        store.close()
+        del store
+        gc.collect()
 
 
 def test_rows_in_memory_stay_for_the_next_reader(tmp_path):

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_spark.agent.process import WorkerProcess, sweep
+from elastic_spark.agent.cache import default_cache_dir
+from elastic_spark.agent.forkserver import ForkServer, Started
+from elastic_spark.agent.process import MARK, WorkerProcess, sweep, worker_environment
 from elastic_spark.errors import ProtocolError
 from elastic_spark.transport import Channel
 
@@ -71,8 +73,13 @@ def run_agent(launch: Launch, slot: int, attempt: int, resources: dict[str, list
 
 class _Agent:
     def __init__(self, launch: Launch, channel: Channel, resources: dict[str, list[str]], mark: str) -> None:
-        self._mark = mark
-        self._launch, self._channel, self._resources = launch, channel, resources
+        self._launch, self._channel = launch, channel
+        env = {**worker_environment(), **launch.env}
+        if "gpu" in resources:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(resources["gpu"])
+        self._forks = ForkServer(env, (MARK, mark), refused=_why_not_fork(launch, resources))
+        self._awaited: set[str] = set()
+        self._memory = _Memory()
         self._processes: dict[int, WorkerProcess] = {}
         self._ticks: dict[str, int | None] = {}
 
@@ -84,7 +91,10 @@ class _Agent:
                 heartbeat_at = now + HEARTBEAT_S
                 self._heartbeat()
             wait_s = max(0.0, heartbeat_at - time.monotonic())
-            ready, _, _ = select.select([self._channel.fileno(), *self._processes], [], [], wait_s)
+            awaited = [self._channel.fileno(), *self._forks.descriptors(), *self._processes]
+            ready, _, _ = select.select(awaited, [], [], wait_s)
+            for worker, started in self._forks.poll():
+                self._take_over(worker, started)
             for descriptor in ready:
                 if descriptor in self._processes:
                     self._report_exit(descriptor)
@@ -96,8 +106,10 @@ class _Agent:
     def _obey(self, message: dict[str, Any]) -> str | None:
         kind = message["type"]
         if kind == "spawn":
-            self._spawn(message["worker"])
+            self._awaited.add(message["worker"])
+            self._forks.start(message["worker"], self._memory.for_next())
         elif kind == "kill":
+            self._awaited.discard(message["worker"])
             for process in self._processes.values():
                 if process.worker == message["worker"]:
                     process.kill()
@@ -105,21 +117,23 @@ class _Agent:
             return str(message["reason"])
         return None
 
-    def _spawn(self, worker: str) -> None:
+    def _take_over(self, worker: str, started: Started) -> None:
+        """A worker has started: watch it, tell it what it is. One that was to be killed meanwhile, is."""
         config = {
             **self._launch.worker,
+            "cache_dir": self._launch.worker.get("cache_dir") or default_cache_dir(os.environ),
             "address": list(self._launch.address),
             "key": self._launch.key.hex(),
             "worker": worker,
             "job_id": self._launch.job_id,
         }
-        env = dict(self._launch.env)
-        if "gpu" in self._resources:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._resources["gpu"])
-        payload = self._launch.payload_bytes()
-        process = WorkerProcess(worker, self._mark + worker, config, payload, env, self._report_lines)
+        process = WorkerProcess(worker, started, config, self._launch.payload_bytes(), self._report_lines)
         self._processes[process.pidfd] = process
-        self._channel.send({"type": "spawned", "worker": worker, "pid": process.pid})
+        if worker in self._awaited:
+            self._awaited.discard(worker)
+            self._channel.send({"type": "spawned", "worker": worker, "pid": process.pid})
+        else:
+            process.kill()
 
     def _heartbeat(self) -> None:
         busy = []
@@ -148,7 +162,33 @@ class _Agent:
             process.wait()
             process.clean_up()
         self._processes.clear()
+        self._forks.close()
         self._channel.close()
+
+
+class _Memory:
+    """The memory of the worker, and of the last one before it that has left a snapshot there."""
+
+    def __init__(self) -> None:
+        self._now, self._before = os.memfd_create("elastic_spark"), os.memfd_create("elastic_spark")
+
+    def for_next(self) -> tuple[int, int]:
+        """Descriptors for the next worker: its own memory, and its predecessor's; both stay this side's."""
+        used = os.pread(self._now, 8, 0).strip(b"\0")
+        os.close(self._before if used else self._now)
+        if used:
+            self._before = self._now
+        self._now = os.memfd_create("elastic_spark")
+        return self._now, self._before
+
+
+def _why_not_fork(launch: Launch, resources: dict[str, list[str]]) -> str | None:
+    """CUDA does not work in a child of a process that has looked at it; other reasons only the user knows."""
+    if "gpu" in resources or Path("/dev/nvidiactl").exists():
+        return "this machine has a GPU"
+    if launch.env.get("ELASTIC_SPARK_FORK", "1") == "0":
+        return "ELASTIC_SPARK_FORK=0"
+    return None
 
 
 def executor_id() -> str:

@@ -1,9 +1,6 @@
-"""One worker process: started, watched, ended, with all that it started itself.
+"""One worker process: watched, ended, with all that it started itself.
 
-The worker leads a session of its own, so its process group is it and its children (data loaders). Beside it stands a
-*guard*: a shell that waits for the end of a pipe whose other end only this agent holds. When the agent goes, however it
-goes, the guard kills the worker's group with SIGKILL: that reaches stopped processes too, needs no cooperation of the
-worker's interpreter, and takes the children along, which a signal on parent death would not.
+The worker leads a session of its own, so its process group is it and its children (data loaders).
 """
 
 from __future__ import annotations
@@ -13,12 +10,14 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from elastic_spark.agent.forkserver import Started
+from elastic_spark.agent.guard import Guard
 
 TAIL_LINES = 60
 LINE_LIMIT = 4096
@@ -30,56 +29,37 @@ class WorkerProcess:
 
     Args:
         worker: its id.
-        mark: value of the environment variable `MARK`, by which leftovers are known.
+        started: the process itself.
         config: sent to the process on its standard input, as one line of JSON: addresses, key, options.
         payload: bytes that follow it: the user's function.
-        env: environment variables of the process besides the allow-listed ones of this task.
         on_lines: called with lines of its output, from a thread.
     """
 
     def __init__(
         self,
         worker: str,
-        mark: str,
+        started: Started,
         config: Mapping[str, Any],
         payload: bytes,
-        env: Mapping[str, str],
         on_lines: Callable[[str, tuple[str, ...]], None],
     ) -> None:
         self.worker = worker
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._on_lines = on_lines
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "elastic_spark.worker.main"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**worker_environment(), **env, MARK: mark},
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", f"cat >/dev/null; kill -KILL -- -{self.pid} 2>/dev/null"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self.pidfd = os.pidfd_open(self.pid)
+        self._process = started
+        self.pid, self.pidfd = started.pid, started.pidfd
+        self._guard = Guard(self.pid)
         self._reader = threading.Thread(target=self._read, name=f"output of {worker}", daemon=True)
         self._reader.start()
         threading.Thread(target=self._feed, args=(config, payload), name=f"start of {worker}", daemon=True).start()
 
     def _feed(self, config: Mapping[str, Any], payload: bytes) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it may die before it has read its configuration: its exit tells
             self._process.stdin.write(json.dumps(config).encode() + b"\n" + payload)
             self._process.stdin.close()
 
     def _read(self) -> None:
-        stream: IO[bytes] | None = self._process.stdout
-        assert stream is not None
-        for line in iter(lambda: stream.readline(LINE_LIMIT), b""):
+        for line in iter(lambda: self._process.stdout.readline(LINE_LIMIT), b""):
             text = line.decode(errors="replace").rstrip("\n")
             self.tail.append(text)
             self._on_lines(self.worker, (text,))
@@ -93,13 +73,15 @@ class WorkerProcess:
         return None if fields[0] in "TtZX" else int(fields[11]) + int(fields[12])
 
     def kill(self) -> None:
-        """SIGKILL the process and its group. Returns at once; `exited` tells when it is gone."""
+        """SIGKILL the process and its group. Returns at once; ``pidfd`` tells when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # it may not be a group of its own yet
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def wait(self) -> tuple[int, str]:
-        """``(exit code, last lines of output)`` once it has ended. A negative code is a signal. The output is at its
-        end already, unless children of the process hold it open: for these nobody waits."""
+    def wait(self) -> tuple[int | None, str]:
+        """``(exit code, last lines of output)`` once it has ended. A negative code is a signal, None is unknown. The
+        output is at its end already, unless children of the process hold it open: for these nobody waits."""
         code = self._process.wait()
         self._reader.join(timeout=0.02)
         return code, "\n".join(self.tail)
@@ -108,10 +90,7 @@ class WorkerProcess:
         """After its end: kill what is left of its group, take in the last lines of output, end the guard."""
         self.kill()
         self._reader.join(timeout=1.0)
-        self._guard.kill()
-        self._guard.wait()
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
+        self._guard.close()
         os.close(self.pidfd)
 
 

@@ -1,11 +1,17 @@
 """Which rows were trained how often: guarantee G1, audited from the facts about steps alone.
 
 The *final history* is what is left of all committed steps after every roll-back, so a step that was undone and made
-again counts once. It is kept as segments of consecutive steps of an epoch, 8 bytes a step.
+again counts once. It is kept as segments of consecutive steps of an epoch, 16 bytes a step.
+
+The *digest of an epoch* says what was trained and in which order: `sequence_digest` over its batches in the order of
+the final history, made of what workers reported of the ids of the rows they trained. It must be equal to
+`planned_digest`, which takes manifest and seed and nothing else: for any number of workers, under any churn.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from array import array
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
@@ -13,6 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_spark.core import events as ev
+from elastic_spark.core.lanes import LanePlan
+from elastic_spark.core.manifest import Manifest
+from elastic_spark.errors import ConfigError
 
 
 def expected_rows(frozen: ev.DatasetFrozen, offset: int) -> int:
@@ -83,17 +92,66 @@ def audit_rows(
     return out
 
 
+def sequence_digest(batches: Iterable[tuple[int, int]]) -> str:
+    """SHA-256, in hex, over ``(offset, row hash)`` of each batch, as unsigned 64-bit numbers, highest byte first."""
+    digest = hashlib.sha256()
+    for offset, row_hash in batches:
+        digest.update(struct.pack(">QQ", offset, row_hash))
+    return digest.hexdigest()
+
+
+def planned_digest(frozen: ev.DatasetFrozen, manifest: Manifest, epoch: int) -> str:
+    """`sequence_digest` of a whole epoch as it must have been, from its manifest and the log's word on the order."""
+    plan = LanePlan(manifest.group_rows, frozen.lanes, frozen.global_batch, frozen.seed, frozen.shuffle)
+    return sequence_digest((offset, plan.row_hash(epoch, offset)) for offset in range(plan.steps_per_epoch))
+
+
+def check_digests(
+    epochs: Iterable[Mapping[str, Any]], frozen: Iterable[ev.DatasetFrozen], manifests: Iterable[Manifest]
+) -> list[tuple[str, bool]]:
+    """Whether the digest of each finished epoch of the data of these manifests is the planned one: in words, and as
+    such. ``epochs`` are those of a summary.
+
+    Raises ConfigError for a manifest of data that is not among the ``frozen``.
+    """
+    by_name = {item.dataset: item for item in frozen}
+    out = []
+    for manifest in manifests:
+        names = [name for name, item in by_name.items() if item.digest == manifest.digest]
+        if not names:
+            known = ", ".join(f"{name} {item.digest[:16]}" for name, item in by_name.items()) or "none"
+            raise ConfigError(
+                f"the manifest of {manifest.name!r}, {manifest.digest[:16]}, is of other data than this job's: {known}"
+            )
+        for epoch in (epoch for epoch in epochs if epoch["dataset"] in names and epoch["finished"]):
+            planned = planned_digest(by_name[epoch["dataset"]], manifest, epoch["epoch"])
+            told = epoch["digest"]
+            verdict = "equal" if told == planned else "DIFFERENT" if told else "NOT KNOWN from this log"
+            words = f"{epoch['dataset']}, epoch {epoch['epoch'] + 1}: sequence by plan {planned}: {verdict}"
+            out.append((words, told == planned))
+    return out
+
+
 def _overlap(part: range, start: int, length: int) -> range:
     return range(max(part.start, start), min(part.stop, start + length))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of the final history that consumed consecutive batches. ``times`` grows with them."""
+    """Consecutive steps of the final history that consumed consecutive batches. ``times`` grows with them, and so do
+    ``hashes``: 16 hexadecimal digits a step, as eight bytes, by data set; too few where nobody told them."""
 
     first: int
     times: array[float]
     cursors: Mapping[str, tuple[int, int]]
+    hashes: Mapping[str, bytearray]
+
+    def extend(self, event: ev.StepsCommitted) -> None:
+        """By the steps of an event that continues it."""
+        for name in self.cursors:
+            if len(self.hashes[name]) == 8 * len(self.times):
+                self.hashes[name].extend(bytes.fromhex(event.hashes.get(name, "")))
+        self.times.extend(event.times)
 
     def continued_by(self, event: ev.StepsCommitted) -> bool:
         n = len(self.times)
@@ -103,7 +161,8 @@ class Segment:
     def cut(self, to_step: int) -> Segment | None:
         """Without the steps after ``to_step``."""
         keep = to_step - self.first + 1
-        return Segment(self.first, self.times[:keep], self.cursors) if keep > 0 else None
+        hashes = {name: told[: 8 * keep] for name, told in self.hashes.items()}
+        return Segment(self.first, self.times[:keep], self.cursors, hashes) if keep > 0 else None
 
 
 @dataclass(frozen=True)
@@ -138,10 +197,10 @@ class History:
         if event.times:
             if self.assumed and not self.assumed[-1].cursors and event.first_step == self.top + 1:
                 self.assumed[-1] = replace(self.assumed[-1], cursors=event.cursors)
-            if self.segments and self.segments[-1].continued_by(event):
-                self.segments[-1].times.extend(event.times)
-            else:
-                self.segments.append(Segment(event.first_step, array("d", event.times), event.cursors))
+            if not (self.segments and self.segments[-1].continued_by(event)):
+                hashes = {name: bytearray() for name in event.cursors}
+                self.segments.append(Segment(event.first_step, array("d"), event.cursors, hashes))
+            self.segments[-1].extend(event)
             self.top = max(self.top, event.first_step + len(event.times) - 1)
             self._newest_loss = None
 
@@ -181,6 +240,20 @@ class History:
         for segment in self.segments:
             for name, (epoch, offset) in segment.cursors.items():
                 yield name, epoch, offset, len(segment.times)
+
+    def digests(self) -> dict[tuple[str, int], str]:
+        """`sequence_digest` of each ``(dataset, epoch)`` of which it is known what all its batches held."""
+        told: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        unknown: set[tuple[str, int]] = set()
+        for segment in self.segments:
+            for name, (epoch, first) in segment.cursors.items():
+                hashes = segment.hashes[name]
+                if len(hashes) != 8 * len(segment.times):
+                    unknown.add((name, epoch))
+                    continue
+                sums = struct.unpack(f">{len(segment.times)}Q", hashes)
+                told.setdefault((name, epoch), []).extend((first + i, value) for i, value in enumerate(sums))
+        return {key: sequence_digest(batches) for key, batches in told.items() if key not in unknown}
 
     def inherited(self) -> Iterable[tuple[str, int, int, int]]:
         """``(dataset, epoch, offset, batches)``: the batches before that cursor are in a checkpoint at least."""

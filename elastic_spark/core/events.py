@@ -58,7 +58,10 @@ class JobStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFrozen(Event):
-    """A data set in its frozen order: ``steps_per_epoch`` batches of ``global_batch`` rows, the last of the rest."""
+    """A data set in its frozen order: ``steps_per_epoch`` batches of ``global_batch`` rows, the last of the rest.
+
+    With the rows of each row group, from the manifest of that ``digest``, this is all that a `LanePlan` is made of.
+    """
 
     dataset: str
     rows: int
@@ -68,6 +71,7 @@ class DatasetFrozen(Event):
     global_batch: int
     steps_per_epoch: int
     row_groups: int
+    shuffle: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,16 @@ class WorkerLeft(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LanesUnbalanced(Event):
+    """Ownership of lanes does not fit the workers' speeds, ``rows_per_s``: a change of the world is asked for, after
+    which it does. ``gain``: share of a step's time that this is expected to save."""
+
+    generation: int
+    rows_per_s: Mapping[str, float]
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationEnding(Event):
     """The members of this generation are being gathered for the next one."""
 
@@ -165,7 +179,8 @@ class GenerationEnding(Event):
 @dataclass(frozen=True, kw_only=True)
 class GenerationFormed(Event):
     """A new world was decided. ``source`` (rank 0) holds the newest state, at ``step``; ``restored_from`` is set where
-    nobody alive held state and a checkpoint is loaded instead. ``lanes[dataset][r]`` are the lanes that rank r owns."""
+    nobody alive held state: the checkpoint that is loaded instead, or ``memory:WORKER`` where that worker has found a
+    newer snapshot in the memory of its dead predecessor. ``lanes[dataset][r]`` are the lanes that rank r owns."""
 
     generation: int
     members: tuple[str, ...]
@@ -195,6 +210,10 @@ class StepsCommitted(Event):
     says that it consumed global batch ``first_offset + i`` of that epoch (one event never spans two epochs).
     ``rows`` is the number of rows that the workers report to have trained in these steps, over all ranks whose
     reports came in; ``missing`` ranks were lost before theirs did.
+
+    ``wait_s`` is the time that these steps waited for data: of each step, that of the rank that waited longest.
+    ``hashes[dataset]`` are 16 hexadecimal digits for each step: the hash (`core.order.row_hash`) of the ids of the rows
+    that it trained, summed over the ranks; by plan where ranks are ``missing``.
     """
 
     generation: int
@@ -203,6 +222,8 @@ class StepsCommitted(Event):
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rows: int = 0
     missing: int = 0
+    wait_s: float = 0.0
+    hashes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

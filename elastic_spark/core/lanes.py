@@ -38,7 +38,7 @@ from elastic_spark.errors import ConfigError, DataError
 
 #: Lanes for each worker of the largest world. A world that does not divide the lanes is uneven by at most one lane in
 #: this many, and so is an ownership by speed; more lanes would make the rows of a lane in one step fewer.
-LANES_PER_WORKER = 16
+LANES_PER_WORKER = 32
 
 _ROW_GROUPS, _ROWS = 1, 2  # which order a key is for
 _AT_ONCE = 15_000  # numbers of a temporary array: malloc asks the kernel for fresh pages from 128 KiB on

@@ -16,20 +16,33 @@ from elastic_spark.core import events as ev
 
 @dataclass(frozen=True)
 class Report:
-    """One commit of one rank. ``cursors[dataset] = (epoch, offset)`` of the global batch that the step consumed."""
+    """One commit of one rank. ``cursors[dataset] = (epoch, offset)`` of the global batch that the step consumed.
+
+    ``own_s``: the rank's own seconds in the step: all but the wait for data and for others; 0 where it is not known.
+    ``wait_s``: its seconds of waiting for data. ``hashes``: of the ids of the rows that it trained, by data set; those
+    of all ranks add up, modulo 2^64, to that of the global batch.
+    """
 
     step: int
     at: float
     rows: int = 0
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
+    own_s: float = 0.0
+    wait_s: float = 0.0
+    hashes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Ledger:
-    """Not thread-safe: the controller's own. ``committed``: the newest committed step."""
+    """Not thread-safe: the controller's own. ``committed``: the newest committed step.
 
-    def __init__(self, committed: int = 0) -> None:
+    ``planned(dataset, epoch, offset)`` is the hash of the row ids of a global batch by plan: for steps that some rank
+    did not live to report.
+    """
+
+    def __init__(self, committed: int = 0, planned: Callable[[str, int, int], int] | None = None) -> None:
         self.committed = committed
+        self._planned = planned
         self._generation = 0
         self._members: frozenset[str] = frozenset()
         self._pending: dict[int, dict[str, Report]] = {}
@@ -41,6 +54,12 @@ class Ledger:
         for item in reports:
             if item.step > self.committed:
                 self._pending.setdefault(item.step, {})[worker] = item
+
+    def find(self, reports: Iterable[Report]) -> None:
+        """Reports that a worker had not sent when it died, found in its memory: for the next `begin`."""
+        for item in reports:
+            if item.step > self.committed:
+                self._pending.setdefault(item.step, {}).setdefault("", item)
 
     def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
         """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""
@@ -96,7 +115,24 @@ class Ledger:
             cursors=_cursors(run[0]),
             rows=sum(item.rows for reports in run for item in reports.values()),
             missing=len(self._members) - len(run[0]),
+            wait_s=sum(max(item.wait_s for item in reports.values()) for reports in run),
+            hashes=self._hashes(run),
         )
+
+    def _hashes(self, run: list[dict[str, Report]]) -> Mapping[str, str]:
+        out = {}
+        for name, (epoch, offset) in _cursors(run[0]).items():
+            if all(reports.keys() == self._members for reports in run):
+                known = [item.hashes for reports in run for item in reports.values()]
+                if any(name not in hashes for hashes in known):
+                    continue
+                sums = [sum(item.hashes[name] for item in reports.values()) for reports in run]
+            elif self._planned is not None:
+                sums = [self._planned(name, epoch, offset + i) for i in range(len(run))]
+            else:
+                continue
+            out[name] = "".join(f"{total % 2**64:016x}" for total in sums)
+        return out
 
 
 def _cursors(reports: Mapping[str, Report]) -> Mapping[str, tuple[int, int]]:

@@ -101,6 +101,12 @@ def goodput(
     return steps / ideal if ideal > 0 else None
 
 
+def waiting(wait_s: float, begin: float | None, end: float | None) -> float | None:
+    """Share of the time in which a step waited for data: the sum over the steps of the longest wait of any rank / the
+    time from the first world that ran to the last commit. None where there is no such time."""
+    return wait_s / (end - begin) if begin is not None and end is not None and end > begin else None
+
+
 # --- meters: figures that are also wanted while the job runs ---------------------------------------------------------
 
 
@@ -238,6 +244,8 @@ class Summary:
         self._losses: Counter[str] = Counter()
         self._rows_reported = self._rows_unreported = self._rows_unexplained = 0
         self._counts: Counter[str] = Counter()
+        self._wait_s = 0.0
+        self._ran_at: float | None = None
 
     def add(self, event: ev.Event) -> None:
         """Takes in the next event of the log."""
@@ -253,6 +261,7 @@ class Summary:
         elif isinstance(event, ev.GenerationFormed):
             self._add_generation(event)
         elif isinstance(event, ev.GenerationRunning):
+            self._ran_at = event.at if self._ran_at is None else self._ran_at
             change = self._changes.get((self._pauses.driver, event.generation))
             if change is not None:
                 change["form_s"] = event.seconds
@@ -304,6 +313,7 @@ class Summary:
                 self._gaps.setdefault(self._size_of[key], array("d")).append(max(0.0, at - self._previous[1]))
             self._previous = (key, at)
         self._rows_reported += event.rows
+        self._wait_s += event.wait_s
         if all(name in self._frozen for name in event.cursors):
             steps = range(len(event.times))
             expected = sum(
@@ -319,6 +329,8 @@ class Summary:
         * ``status`` (RUNNING without an end), ``error``, ``wall_s`` (first to last event), ``steps`` (the job's count)
         * ``world_sizes`` as ``(at, size)``; ``losses``: workers lost, by cause
         * ``changes``: with ``pause_s``, ``form_s`` (formed to running), ``rto_s`` and ``rto_absolute_s``
+        * ``epochs``: see `core.audit.audit_epoch`, and ``digest``, that of what was trained in the epoch so far, None
+          where this log does not tell it all
         * ``steps_lost``, ``rows_lost``, ``seconds_lost``: the RPO, summed over roll-backs
         * ``rows_reported``: what workers said; ``rows_unreported``: rows by plan of which nobody spoke because a rank
           died before its report; ``rows_unexplained``: any other |reported - rows by plan|, summed over events
@@ -326,7 +338,11 @@ class Summary:
         times = sorted(self._times)
         changes = self._changes_with_times(times)
         pauses = [change["pause_s"] for change in changes if change["pause_s"] is not None]
-        epochs = audit_rows(self._frozen, self._history.batches(), self._history.inherited())
+        digests = self._history.digests()
+        epochs = [
+            {**epoch, "digest": None if epoch["rows_inherited"] else digests.get((epoch["dataset"], epoch["epoch"]))}
+            for epoch in audit_rows(self._frozen, self._history.batches(), self._history.inherited())
+        ]
         made = sum(len(segment.times) for segment in self._history.segments)
         job = self._job
         return {
@@ -359,6 +375,7 @@ class Summary:
             "rows_lost": self._history.rows_lost,
             "seconds_lost": self._history.seconds_lost,
             "goodput": goodput(made - 1, self._sizes, times[0], times[-1], ideal_rates(self._gaps)) if times else None,
+            "data_wait_fraction": waiting(self._wait_s, self._ran_at, times[-1] if times else None),
             "checkpoints": list(self._checkpoints),
             "checkpoints_skipped": self._counts["CheckpointSkipped"],
             "checkpoints_rejected": self._counts["CheckpointRejected"],

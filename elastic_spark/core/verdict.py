@@ -26,6 +26,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
         ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
         ("guard", _guard(summary), "bad" if summary["guard_alarms"] else "ok"),
         ("goodput", "-" if summary["goodput"] is None else f"{summary['goodput']:.1%} of the ideal rate", ""),
+        ("waiting for data", _waiting(summary["data_wait_fraction"]), ""),
         ("checkpoints", _checkpoints(summary), ""),
         ("resumed from", summary["resumed_from"] or "-", ""),
         ("data", _data(summary["datasets"]), ""),
@@ -51,6 +52,15 @@ def change_line(change: Mapping[str, Any]) -> str:
     restored = f", restored from {change['restored_from']}" if change.get("restored_from") else ""
     pause = f", pause {seconds(change['pause_s'])}" if change.get("pause_s") is not None else ""
     return what + restored + pause
+
+
+def epoch_line(epoch: Mapping[str, Any]) -> str:
+    """One epoch in words: ``train, epoch 2: 1,200 once, 0 twice, 0 never, sequence 3f0c9a...``."""
+    counts = ", ".join(f"{epoch[f'rows_{what}']:,} {what}" for what in ("once", "twice", "never"))
+    rest = "" if epoch["finished"] else f", {epoch['rows_open']:,} open"
+    rest += f", {epoch['rows_inherited']:,} known from a checkpoint only" if epoch["rows_inherited"] else ""
+    digest = epoch["digest"] or "not known"
+    return f"{epoch['dataset']}, epoch {epoch['epoch'] + 1}: {counts}{rest}, sequence {digest}"
 
 
 def _status(summary: Mapping[str, Any]) -> str:
@@ -100,6 +110,10 @@ def _lost(summary: Mapping[str, Any]) -> str:
         return "nothing"
     figures = (f"{summary['steps_lost']:,} steps", f"{summary['rows_lost']:,} rows", seconds(summary["seconds_lost"]))
     return f"{', '.join(figures)}: trained again"
+
+
+def _waiting(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.2%} of the time"
 
 
 def _guard(summary: Mapping[str, Any]) -> str:

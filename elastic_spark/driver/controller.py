@@ -24,6 +24,7 @@ from elastic_spark.core import job as core
 from elastic_spark.core.guard import Guard, told
 from elastic_spark.core.lanes import LanePlan, assign_lanes
 from elastic_spark.core.ledger import Ledger, Report
+from elastic_spark.core.pace import Pace
 from elastic_spark.driver import discovery
 from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
@@ -42,7 +43,7 @@ class Controller:
     Args:
         options: what the decisions depend on.
         host: the interface to bind to. key: the job's key. job_id: of the checkpoints to resume from.
-        plans: the order of each data set. seed: of the job.
+        plans: the order of each data set. seed: of the job. balance: give slow workers fewer lanes.
         journal: where facts go.
         store: of checkpoints. keep: how many. noted: fields of each checkpoint's manifest.
         resumed: the checkpoint that the first generation starts from.
@@ -60,6 +61,7 @@ class Controller:
         job_id: str,
         plans: Mapping[str, LanePlan],
         seed: int,
+        balance: bool,
         journal: Journal,
         store: CheckpointStore,
         keep: int,
@@ -76,7 +78,11 @@ class Controller:
         self._worker_output, self._on_generation, self._on_agent = worker_output, on_generation, on_agent
         self._wall, self._mono = time.time(), time.monotonic()
         self._job = core.start(options, self._now())
-        self._ledger = Ledger(resumed.step if resumed is not None else 0)
+        self._ledger = Ledger(
+            resumed.step if resumed is not None else 0,
+            planned=lambda name, epoch, offset: plans[name].row_hash(epoch, offset),
+        )
+        self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
         self._guard = Guard()
         self._agents: dict[str, Connection] = {}
         self._workers: dict[str, Connection] = {}
@@ -84,6 +90,7 @@ class Controller:
         self._registered = 0
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
+        self._found: dict[str, list[Report]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
             job_id=job_id,
@@ -171,6 +178,7 @@ class Controller:
             while not self._over.is_set():
                 self._turn(core.Tick())
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
+                self._consider_speed()
                 await asyncio.sleep(core.TICK_S)
             await self._farewell()
         finally:
@@ -187,6 +195,12 @@ class Controller:
             _DO[type(effect)](self, effect)
         if effects:
             self._publish_members()
+
+    def _consider_speed(self) -> None:
+        fact = self._pace.unbalanced(self._now()) if self._pace is not None else None
+        if fact is not None:
+            self._journal.append(fact)
+            self._turn(core.Unbalanced(fact.generation))
 
     def _take_down(self, facts: list[ev.Event]) -> None:
         for fact in facts:
@@ -269,6 +283,7 @@ class Controller:
             self._turn(core.AgentDown(name, "its connection ended"))
         elif self._workers.get(name) is connection:
             del self._workers[name]
+            self._found.pop(name, None)
             self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(name, "process died", "connection ended"))
 
     def _received(self, connection: Connection, message: Message, blob: bytes) -> None:
@@ -303,7 +318,7 @@ class Controller:
         elif kind == "exited":
             code = message["code"]
             cause = "exited without returning" if code == 0 else "process died"
-            detail = f"signal {-code}" if code < 0 else f"exit code {code}"
+            detail = "exit code unknown" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
             self._turn(core.WorkerDown(message["worker"], cause, detail, code, message["tail"]))
 
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
@@ -311,13 +326,13 @@ class Controller:
         if kind == "heartbeat":
             self._turn(core.Heard(worker, message["where"]))
         elif kind == "progress":
-            reports = [
-                Report(step, at, rows, {name: (int(e), int(o)) for name, (e, o) in cursors.items()}, values)
-                for step, at, rows, cursors, values in message["reports"]
-            ]
+            reports = _reports(message["reports"])
             self._ledger.report(worker, message["generation"], reports)
+            if self._pace is not None:
+                self._pace.report(worker, message["generation"], reports)
         elif kind == "ready":
-            self._turn(core.Ready(worker))
+            self._found[worker] = _reports(message["reports"])
+            self._turn(core.Ready(worker, message["step"], message["generation"]))
         elif kind == "asked":
             self._turn(core.Asked(worker, message["generation"], message["step"], message["reason"], message["error"]))
         elif kind == "initialised":
@@ -374,6 +389,7 @@ class Controller:
     def _fence(self, worker: str, kind: str, reason: str) -> None:
         """The worker's last message. Its connection is closed from this side, so nothing it says counts any more."""
         connection = self._workers.pop(worker, None)
+        self._found.pop(worker, None)
         if connection is not None:
             self._names.pop(connection, None)
             connection.send({"type": kind, "reason": reason})
@@ -419,13 +435,20 @@ class Controller:
         if self._job.generation != effect.generation or self._job.ended is not None:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
+        finder, from_memory = effect.members[0], effect.found > step
+        if from_memory:
+            step, restored = effect.found, None
+            self._ledger.find(self._found.get(finder, []))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
+        weights = self._pace.weights(effect.members) if self._pace is not None else None
         lanes = {
-            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}))
+            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
             for name, plan in self._plans.items()
         }
         self._lanes = dict(lanes)
+        if self._pace is not None:
+            self._pace.begin(effect.generation, effect.members, lanes, self._now())
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
         formed = ev.GenerationFormed(
             at=self._now(),
@@ -437,7 +460,7 @@ class Controller:
             cause=effect.cause,
             source=effect.members[0],
             step=step,
-            restored_from=restored.uri if restored is not None else None,
+            restored_from=f"memory:{finder}" if from_memory else restored.uri if restored is not None else None,
             lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
         )
         self._take_down([formed])
@@ -445,6 +468,7 @@ class Controller:
             body = {
                 "lanes": {name: owned[worker] for name, owned in lanes.items()},
                 "restore": restored.uri if restored is not None else None,
+                "memory": from_memory,
                 "step": step,
                 "seed": self._seed,
             }
@@ -479,6 +503,13 @@ class Controller:
         connection = peers.get(name)
         if connection is not None:
             connection.send(message)
+
+
+def _reports(items: list[dict[str, Any]]) -> list[Report]:
+    return [
+        Report(**{**item, "cursors": {name: (int(e), int(o)) for name, (e, o) in item["cursors"].items()}})
+        for item in items
+    ]
 
 
 def _minor(version: str) -> str:

@@ -69,7 +69,7 @@ def train_counting(
     ctx: Any,
     rows: int,
     epochs: int = 1,
-    step_s: float = 0.0,
+    step_s: float | Callable[[Any], float] = 0.0,
     log_dir: str | None = None,
     on_step: Callable[[Any], None] | None = None,
     dataset: str = "train",
@@ -80,7 +80,7 @@ def train_counting(
         ctx: given by ``es.run``.
         rows: N, the rows of the data set; its column ``id`` counts them from 0.
         epochs: E.
-        step_s: seconds to sleep in each step, so that a fault can land inside an epoch.
+        step_s: seconds to sleep in each step, or a function of the batch that says how many.
         log_dir: directory in which each process appends a line for each step it ends (`read_steps`), to time a fault
             by and to check afterwards.
         on_step: called with the state after each commit; may raise or end the process.
@@ -107,7 +107,7 @@ def train_counting(
             loss = -model["w"][batch["id"][: batch.rows]].sum()
             loss.backward()
             optimizer.step()
-            time.sleep(step_s)
+            time.sleep(step_s(batch) if callable(step_s) else step_s)
             state.commit(loss=loss.item())
             if log_dir is not None:
                 digest = hashlib.sha1(model["w"].detach().numpy().tobytes()).hexdigest()

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.records import Record, Recorder
-from elastic_spark.core.verdict import change_line, verdict
+from elastic_spark.core.verdict import change_line, epoch_line, verdict
 from elastic_spark.errors import ConfigError
 from elastic_spark.tracking import values
 from elastic_spark.tracking.place import active_run, resolve_experiment, resolve_uri
@@ -394,13 +394,15 @@ def _newest_step(spool: Spool) -> int:
 
 
 def _summary_records(summary: Mapping[str, Any], step: int, at_ms: int) -> list[Record]:
-    """The verdict as the run's description, its figures as metrics, and the changes as a table."""
+    """The verdict, changes and epochs as the run's description, its figures as metrics, and the changes as a table."""
     lines = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text, _ in verdict(summary))
     changes = "\n".join(f"* {change_line(change)}" for change in summary["changes"][:40])
+    epochs = "\n".join(f"* {epoch_line(epoch)}" for epoch in summary["epochs"][:40])
     note = f"| | |\n|---|---|\n{lines}\n" + (f"\n**Changes**\n\n{changes}\n" if changes else "")
+    note += f"\n**Epochs**\n\n{epochs}\n" if epochs else ""
     records: list[Record] = [{"kind": "tag", "key": "mlflow.note.content", "value": note}]
     names = ("rows_total", "rows_once", "rows_twice", "rows_never", "steps", "steps_lost", "goodput")
-    for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max"):
+    for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max", "data_wait_fraction"):
         if summary.get(name) is not None:
             value = float(summary[name])
             records.append({"kind": "metric", "key": f"summary/{name}", "value": value, "step": step, "at_ms": at_ms})

@@ -30,7 +30,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import enum
+import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -103,6 +105,7 @@ class _World:
         self.addresses: Collection[tuple[str, int]] = ()  # of the assignment's mesh, known once it is aborted
         self.reason = "start"
         self.collective_error: str | None = None
+        self.watch: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def init(self, *arguments: Any) -> bool:
         """In place of ``horovod_init``: true once a world runs. Raises what the session raises."""
@@ -244,6 +247,38 @@ def reset_optimizer_handles(optimizer: Any) -> None:
         optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
     for group in getattr(optimizer, "_group_counts", {}):
         optimizer._group_counts[group] = 0
+
+
+def watch_waits(before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls ``before`` and ``after`` around every wait for a collective: for the optimizer's gradients, which travel
+    while the backward pass goes on, and in ``hvd.allreduce`` and its like. ``after`` is left out where the wait fails.
+
+    Takes the place of an earlier watch.
+    """
+    world = _installed()
+    if world.watch is None:
+        _wrap_waits(world)
+    world.watch = before, after
+
+
+def _wrap_waits(world: _World) -> None:
+    """Every collective that waits does so in one function, which several modules hold by name."""
+    import horovod.torch.mpi_ops
+
+    waiting = horovod.torch.mpi_ops.synchronize
+
+    @functools.wraps(waiting)
+    def synchronize(handle: Any) -> Any:
+        assert world.watch is not None
+        before, after = world.watch
+        before()
+        result = waiting(handle)
+        after()
+        return result
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("horovod.torch") and getattr(module, "synchronize", None) is waiting:
+            setattr(module, "synchronize", synchronize)  # noqa: B010
 
 
 def _installed() -> _World:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from elastic_spark.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from elastic_spark.worker.data import Batch
+    from elastic_spark.worker.rows import RowStore
     from elastic_spark.worker.state import ElasticState
 
 
@@ -27,6 +30,27 @@ class Context:
     def __init__(self, session: WorkerSession, datasets: Mapping[str, tuple[Manifest, LanePlan]]) -> None:
         self._session = session
         self._datasets = datasets
+        self._ahead: list[RowStore] | None = []
+
+    def read_ahead(self) -> None:
+        """While this worker waits for its first world: decode rows, in the background and at low priority, into the
+        cache that it shares with others on its machine. Ends where the first batches are asked for."""
+        if self._session.config.get("cache_dir"):
+            threading.Thread(target=self._read_ahead, name="elastic-spark-ahead", daemon=True).start()
+
+    def _read_ahead(self) -> None:
+        from elastic_spark.worker.rows import RowStore
+
+        for manifest, _ in self._datasets.values():
+            with contextlib.suppress(DataError):  # it will be named when the rows are needed
+                store = RowStore(manifest, self._session.config["cache_dir"])
+                ahead = self._ahead
+                if ahead is None:
+                    return
+                ahead.append(store)
+                if store.shared:
+                    store.fill()
+                store.close()
 
     @property
     def rank(self) -> int:
@@ -68,23 +92,26 @@ class Context:
             epochs: how many passes over the data.
 
         Yields:
-            Batches of tensors by column, each with this worker's rows. A worker without rows in a step gets one row
+            Batches of tensors by column, each with this worker's rows. A worker without rows in a step gets two rows
             with ``weight`` 0, so that it takes part in the collectives and changes nothing.
         """
         from elastic_spark.worker.data import LaneReader
 
         manifest, plan = self._dataset(name)
         place = self._session.assignment()
+        ahead, self._ahead = self._ahead, None
+        for store in ahead or ():
+            store.stop()
         reader = LaneReader(
             manifest, plan, place.body["lanes"][name], place.size, cache_dir=self._session.config.get("cache_dir")
         )
         try:
             epoch, offset = state.cursor(name) if state is not None else (0, 0)
             while epoch < epochs:
-                for batch in reader.batches(epoch, offset):
-                    if state is not None:
-                        state.drew(name, epoch, batch.offset, batch.rows)
-                    yield batch
+                batches = reader.batches(epoch, offset)
+                if state is not None:
+                    batches = _counted(batches, name, state)
+                yield from batches
                 epoch, offset = epoch + 1, 0
         finally:
             reader.close()
@@ -94,3 +121,15 @@ class Context:
             known: Any = sorted(self._datasets) or "none: give es.run(data={...})"
             raise DataError(f"no data set {name!r}; known are {known}")
         return self._datasets[name]
+
+
+def _counted(batches: Iterator[Batch], name: str, state: ElasticState) -> Iterator[Batch]:
+    """The batches; ``state`` is told when the loop waits for one, and of each that it gets."""
+    state.draws()
+    try:
+        for batch in batches:
+            state.drew(name, batch)
+            yield batch
+            state.draws()
+    finally:
+        state.draws_no_more()

@@ -37,6 +37,9 @@ BLOCK_BYTES, BLOCK_ROWS = 4 << 20, 30_000
 #: Threads that make blocks.
 THREADS = 2
 
+#: Rows of a batch without rows: batch norm in training refuses a single one.
+SPARE_ROWS = 2
+
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -91,8 +94,8 @@ class Batch(Mapping[str, torch.Tensor]):
     Attributes:
         weight: world size * rows / global_rows. The mean loss over the batch times this, averaged over the workers, is
             the mean loss of the global batch; so are the gradients.
-        rows: rows of this worker. Where it has none the tensors hold one row of the data all the same, so that means
-            are finite, and ``weight`` is 0.
+        rows: rows of this worker. Where it has none the tensors hold two rows of the data all the same, so that means
+            are finite and batch norm can be computed, and ``weight`` is 0.
         global_rows: rows of the global batch.
         epoch, offset: which global batch, both from 0.
     """
@@ -137,7 +140,7 @@ class Batch(Mapping[str, torch.Tensor]):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on another device, moved as one piece."""
-        block, rows = self._block, self.rows or 1
+        block, rows = self._block, self.rows or SPARE_ROWS
         part = slice(self._number * block.rows, self._number * block.rows + rows)
         records = block.records[part].to(device, non_blocking=non_blocking, copy=True)
         moved = Block(records, block.ids[part], rows, block.layout)
@@ -224,7 +227,7 @@ class LaneReader:
             if not place or not self._bring(share, threads):
                 return
             rows = share.rows_in(offset)
-            spare = self._spare_row(share) if share.rows_in(place[-1]) == 0 else None
+            spare = self._spare_rows(share) if share.rows_in(place[-1]) == 0 else None
             for steps, block in self._blocks(share, place, threads):
                 if self._store.stopped:
                     return
@@ -235,7 +238,7 @@ class LaneReader:
                     if rows or spare is None:
                         yield Batch(block, number, rows, *where)
                     else:
-                        yield Batch(Block(spare.clone(), _NO_IDS, 1, self._layout), 0, 0, *where)
+                        yield Batch(Block(spare.clone(), _NO_IDS, SPARE_ROWS, self._layout), 0, 0, *where)
         finally:
             threads.shutdown(wait=True, cancel_futures=True)
 
@@ -276,13 +279,13 @@ class LaneReader:
         np.take(self._store.records, ids, axis=0, out=records, mode="clip")
         return Block(torch.from_numpy(records), ids, max(1, share.rows_in(steps.start)), self._layout)
 
-    def _spare_row(self, share: LaneShare) -> torch.Tensor:
-        """Some row of the data, for steps in which this worker has none: uint8[1, record bytes]."""
+    def _spare_rows(self, share: LaneShare) -> torch.Tensor:
+        """Some rows of the data, for steps in which this worker has none: uint8[SPARE_ROWS, record bytes]."""
         rows = self._manifest.group_rows
         groups = share.row_groups().tolist() or [min((n, group) for group, n in enumerate(rows) if n)[1]]
         self._store.load(groups[0])
-        first = sum(rows[: groups[0]])
-        return torch.from_numpy(self._store.records[first : first + 1].copy())
+        first, last = sum(rows[: groups[0]]), sum(rows[: groups[0] + 1]) - 1
+        return torch.from_numpy(self._store.records[np.minimum(np.arange(first, first + SPARE_ROWS), last)])
 
 
 class _Memory:

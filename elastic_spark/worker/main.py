@@ -6,6 +6,7 @@ key, options) and then the pickled function; so nothing secret is on a command l
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -47,7 +48,7 @@ def main() -> int:
     try:
         function, arguments, keywords = cloudpickle.loads(payload)
         call = _call(session, function, arguments, keywords)
-        _warm_up()
+        warm_up()
     except BaseException as error:
         return _user_error(session, error)
     session.ready()
@@ -93,6 +94,7 @@ def _call(session: WorkerSession, function: Any, arguments: tuple[Any, ...], key
         for name, body in session.config["datasets"].items()
     }
     context = Context(session, datasets)
+    context.read_ahead()
     return lambda: function(context, *arguments, **keywords)
 
 
@@ -128,8 +130,8 @@ def _interface(address: str, nics: list[str] | None) -> str:
     return "lo"
 
 
-def _warm_up() -> None:
-    """Pay for torch's first backward pass now, not when others wait."""
+def warm_up() -> None:
+    """Pay for torch's first optimizer (which imports for seconds) and backward pass now, not when others wait."""
     import torch
 
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -147,8 +149,20 @@ def _told(error: BaseException) -> str:
         return "(its message cannot be shown)"
 
 
+def _advise(error: BaseException) -> None:
+    """Adds to a known error what it comes from here."""
+    if str(error).startswith("Expected more than 1 value per channel when training"):
+        error.add_note(
+            "elastic_spark: this worker's share of the global batch is a single row, of which batch norm cannot take a "
+            "variance. Raise global_batch, use fewer workers, or a norm that does not look across rows (LayerNorm, "
+            "GroupNorm). The last batch of an epoch holds what is left of its rows, so it may be the one."
+        )
+
+
 def _user_error(session: WorkerSession, error: BaseException) -> int:
     at = time.time()
+    with contextlib.suppress(Exception):
+        _advise(error)
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     session.fail(f"{type(error).__name__}: {_told(error)}", text, at)

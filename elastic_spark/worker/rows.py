@@ -15,11 +15,13 @@ same one write the same bytes, so no lock has to be waited for, and a process ki
 that is not marked. A crash of the machine may keep a mark and lose what it stands for: the name of the file holds the
 kernel's boot id, so nobody reads it after that (where there is no such id, row groups are synced before the mark).
 Nobody ever truncates a file that others may have mapped. The unit of eviction is the file: the one used longest ago
-goes first, and never one that is in use (its users hold a shared lock on it).
+goes first, and never one that is in use (its users hold a shared lock on it). A file counts as what it will be when it
+is full, and is given its size while the directory is locked, so that processes that come at the same time do not
+promise the same space to two data sets.
 
-A data set larger than the limit is not shared: each worker keeps the row groups of its own lanes, in an unnamed file
-that goes with the process, or in memory where no directory is given. A store of that kind is put by when its reader is
-closed, and taken up by the next reader of the same data: a resize closes and opens readers.
+A data set that does not fit, alone or beside those in use, is not shared: each worker keeps the row groups of its own
+lanes, in an unnamed file that goes with the process, or in memory where no directory is given. A store of that kind is
+put by when its reader is closed, and taken up by the next reader of the same data: a resize closes and opens readers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,7 +83,7 @@ class RowStore:
     Args:
         manifest: the data set.
         cache_dir: where files are shared and kept, None for the memory of this process.
-        limit_bytes: how much the directory may hold; None is four fifths of what is free now plus what it holds.
+        limit_bytes: how much shared files may hold in all; None is four fifths of what is free now plus what it holds.
 
     Attributes:
         records: uint8[rows, record bytes], read-only for all but `load`.
@@ -115,20 +117,22 @@ class RowStore:
 
     def _open(self, folder: Path) -> _Handle:
         """A file of the right size: the shared one of this data set, or an unnamed one where that is too large."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{self._manifest.digest[:40]}-{_boot_id()}{_SUFFIX}"
         if self._limit is None:
             self._limit = shutil.disk_usage(folder).free * 4 // 5 + sum(_size_on_disk(file) for file in _files(folder))
         handle = None
         if self._bytes <= self._limit:
-            _make_room(folder, self._limit - self._bytes, keep=path)
-            handle = _open_shared(path)
+            with _locked(folder):
+                if _make_room(folder, self._limit - self._bytes, keep=path):
+                    handle = _open_shared(path)
+                if handle is not None and os.fstat(handle.fd).st_size < self._bytes:
+                    os.ftruncate(handle.fd, self._bytes)
         self.shared = handle is not None
         if handle is None:
             fd, name = tempfile.mkstemp(dir=folder)
             os.unlink(name)
             handle = _Handle(fd)
-        if os.fstat(handle.fd).st_size < self._bytes:
             os.ftruncate(handle.fd, self._bytes)
         return handle
 
@@ -295,19 +299,29 @@ def _size_on_disk(file: Path) -> int:
     return 0
 
 
-def _make_room(folder: Path, room: int, keep: Path) -> None:
-    """Deletes files not in use, the one used longest ago first, until the others take at most ``room`` bytes."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone in the directory. Held for a few calls; a process that ends lets go of it."""
+    handle = _Handle(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    fcntl.flock(handle.fd, fcntl.LOCK_EX)
+    yield
+    del handle
+
+
+def _make_room(folder: Path, room: int, keep: Path) -> bool:
+    """Deletes files not in use, the one used longest ago first, until the others, when full, take at most ``room``
+    bytes; whether they do."""
     others = []
     for file in _files(folder):
         with contextlib.suppress(FileNotFoundError):
             if file != keep:
-                others.append((file.stat().st_mtime_ns, file))
-    taken = sum(_size_on_disk(file) for _, file in others)
-    for _, file in sorted(others):
+                others.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+    taken = sum(size for _, size, _ in others)
+    for _, size, file in sorted(others):
         if taken <= room:
-            return
+            break
         with contextlib.suppress(OSError), file.open("rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            size = _size_on_disk(file)
             file.unlink()
             taken -= size
+    return taken <= room

@@ -27,6 +27,7 @@ from elastic_spark.errors import ProtocolError
 from elastic_spark.transport import Channel, Message
 from elastic_spark.worker import collective
 from elastic_spark.worker.collective import Assignment, Leave
+from elastic_spark.worker.memory import Snapshot, SnapshotMemory, read_newest
 
 if TYPE_CHECKING:
     from elastic_spark.worker.state import ElasticState
@@ -57,8 +58,14 @@ class WorkerSession:
         self._place: Assignment | None = None
         self._state: ElasticState | None = None
         self._reports: list[Report] = []
+        self._sending: list[Report] = []
         self._values: Mapping[str, float] = {}
-        self._reporting = threading.Lock()
+        self._reporting, self._flushing = threading.Lock(), threading.Lock()
+        memory = os.environ.pop("ELASTIC_SPARK_MEMORY", None)  # from an agent: for snapshots, and its predecessor's
+        own, before = (int(fd) for fd in memory.split(",")) if memory else (None, None)
+        self._memory = SnapshotMemory(own)
+        self._before = before
+        self._found = read_newest(before) if before is not None else None
         self._restored = -1
         self._where = "warm"
         self._stopping = threading.Event()
@@ -113,8 +120,11 @@ class WorkerSession:
         return self._where + step
 
     def ready(self) -> None:
-        """The process is warm."""
-        self._channel.send({"type": "ready"})
+        """The process is warm, and may have found what its predecessor left."""
+        body = self._found.body if self._found is not None else {"generation": 0, "reports": []}
+        step = self._found.step if self._found is not None else -1
+        message = {"type": "ready", "step": step, "generation": body["generation"], "reports": body["reports"]}
+        self._channel.send(message)
 
     # -------------------------------------------------------------------- collective.Session: Horovod's init
 
@@ -176,11 +186,34 @@ class WorkerSession:
             self._values = self._reports[-1].values
 
     def _flush(self) -> None:
-        with self._reporting:
-            reports, self._reports = self._reports, []
-            if reports:
-                items = [[r.step, r.at, r.rows, dict(r.cursors), dict(r.values)] for r in reports]
+        with self._flushing:
+            with self._reporting:
+                self._sending, self._reports = self._reports, []
+            if self._sending:
+                items = [_as_items(report) for report in self._sending]
                 self._channel.send({"type": "progress", "generation": self._generation, "reports": items})
+                self._sending = []
+
+    # ------------------------------------------------------------------------------------------------ snapshots
+
+    def keep(self, step: int, body: Any, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """A snapshot in memory that outlives this process, with what the driver has not been told yet. What was found
+        there from before is given up: this worker is in a world, and its state is newer."""
+        with self._reporting:
+            reports = [_as_items(report) for report in (*self._sending, *self._reports)]
+        whole = {"state": body, "generation": self._generation, "reports": reports}
+        snapshot = self._memory.write(step, whole, tensors)
+        if self._before is not None:
+            self._found = None
+            os.ftruncate(self._before, 0)
+            os.close(self._before)
+            self._before = None
+        return snapshot
+
+    def load_found(self) -> Snapshot:
+        """What the predecessor of this process left in memory; the driver has chosen it."""
+        assert self._found is not None
+        return self._found
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
@@ -208,7 +241,7 @@ class WorkerSession:
 
     def _ensure_saver(self) -> _Saver:
         if self._saver is None:
-            self._saver = _Saver(self._channel, self.config, self._flush)
+            self._saver = _Saver(self._channel, self.config, self._flush, self._memory)
         self._saver.token = f"{self.config.get('attempt', 'a')}-g{self._generation}"
         self._saver.generation, self._saver.values = self._generation, self._values
         return self._saver
@@ -250,11 +283,13 @@ class WorkerSession:
 class _Saver:
     """A rank's part in checkpoints: when (rank 0 alone decides), from what, and how they are told."""
 
-    def __init__(self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None], memory: SnapshotMemory
+    ) -> None:
         self.token = ""
         self.generation = 0
         self.values: Mapping[str, float] = {}
-        self._channel, self._flush = channel, flush
+        self._channel, self._flush, self._memory = channel, flush, memory
         self._rpo_target_s, self._budget = config["rpo_target_s"], config["ckpt_budget"]
         self._store = CheckpointStore(config["checkpoint_uri"])
         self._writer = BackgroundWriter(self._store, self._done)
@@ -308,7 +343,9 @@ class _Saver:
         self._cost_s = time.monotonic() - now
 
     def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
-        body, tensors, extra = state.for_checkpoint()
+        snapshot, extra = state.for_checkpoint()
+        self._memory.lease(snapshot)
+        body, tensors = snapshot.body["state"], snapshot.tensors
         if parts > 1:
             mine = shares({name: tensor.nbytes for name, tensor in tensors.items()}, parts)[part]
             tensors = {name: tensors[name] for name in mine}
@@ -323,6 +360,7 @@ class _Saver:
 
     def _done(self, outcome: WriteOutcome) -> None:
         self._write_s = outcome.seconds
+        self._memory.release()
         with contextlib.suppress(ProtocolError):
             if outcome.part is None:
                 reason = f"{type(outcome.error).__name__}: {outcome.error}"
@@ -348,6 +386,10 @@ class _Saver:
 
     def close(self) -> None:
         self._writer.close(5.0)
+
+
+def _as_items(report: Report) -> dict[str, Any]:
+    return dict(vars(report))
 
 
 def _bytes(state: ElasticState) -> int:

@@ -26,7 +26,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -37,11 +37,26 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from elastic_spark.core.ledger import Report
 from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, tree
+from elastic_spark.worker.collective import Assignment
+from elastic_spark.worker.memory import Snapshot
+from elastic_spark.worker.pace import StepClock
 from elastic_spark.worker.session import session
+
+if TYPE_CHECKING:
+    from elastic_spark.worker.data import Batch
 
 #: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
 SNAPSHOT_BUDGET = 0.01
 _CHUNK = 64 << 20
+
+
+class Drawn(NamedTuple):
+    """A batch that was handed to the loop: ``row_hash`` is of the ids of this worker's ``rows``."""
+
+    epoch: int
+    offset: int
+    rows: int
+    row_hash: int
 
 
 class ElasticState(State):  # type: ignore[misc]
@@ -65,12 +80,14 @@ class ElasticState(State):  # type: ignore[misc]
             setattr(self, name, item)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
         self._cursors: dict[str, tuple[int, int]] = {}
-        self._drawn: dict[str, list[tuple[int, int, int]]] = {}
+        self._drawn: dict[str, list[Drawn]] = {}
         self._optimizer_steps = 0
+        self._clock = StepClock()
+        collective.watch_waits(self._clock.awaits_others, self._clock.goes_on)
         for item in self._objects.values():
             if isinstance(item, torch.optim.Optimizer):
                 item.register_step_post_hook(self._note_step)
-        self._snapshot: tuple[int, Any, dict[str, torch.Tensor]] | None = None
+        self._snapshot: Snapshot | None = None
         self._snapshot_cost_s = 0.0
         self._snapshot_at = 0.0
         self._notice = False
@@ -103,6 +120,7 @@ class ElasticState(State):  # type: ignore[misc]
         """`commit` without looking for changes of the world."""
         steps = max((len(drawn) for drawn in self._drawn.values()), default=0) or 1
         at = time.time()
+        own_s, wait_s = self._clock.take()
         reports = []
         for i in range(steps):
             taken = {name: drawn[i] for name, drawn in self._drawn.items() if i < len(drawn)}
@@ -110,15 +128,17 @@ class ElasticState(State):  # type: ignore[misc]
                 Report(
                     step=self.step + i + 1,
                     at=at,
-                    rows=sum(rows for _, _, rows in taken.values()),
-                    cursors={name: (epoch, offset) for name, (epoch, offset, _) in taken.items()},
+                    rows=sum(batch.rows for batch in taken.values()),
+                    cursors={name: (batch.epoch, batch.offset) for name, batch in taken.items()},
                     values={name: float(value) for name, value in values.items()} if i == steps - 1 else {},
+                    own_s=own_s / steps,
+                    wait_s=wait_s / steps,
+                    hashes={name: drawn[i].row_hash for name, drawn in self._drawn.items() if i < len(drawn)},
                 )
             )
         self.step += steps
         for name, drawn in self._drawn.items():
-            epoch, offset, _ = drawn[-1]
-            self._cursors[name] = (epoch, offset + 1)
+            self._cursors[name] = (drawn[-1].epoch, drawn[-1].offset + 1)
         self._mark()
         session().committed(reports)
         self._maybe_snapshot()
@@ -156,11 +176,9 @@ class ElasticState(State):  # type: ignore[misc]
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Into new memory: a checkpoint that is being written keeps the snapshot before."""
+        """Into memory that outlives this process; see `elastic_spark.worker.memory`."""
         started = time.monotonic()
-        skeleton, tensors = self.capture()
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        self._snapshot = self.step, json.loads(json.dumps(skeleton)), copies
+        self._snapshot = session().keep(self.step, *self.capture())
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = self._snapshot_at - started
 
@@ -198,13 +216,12 @@ class ElasticState(State):  # type: ignore[misc]
         self._cursors = {name: (cursor[0], cursor[1]) for name, cursor in body["cursors"].items()}
         self._mark()
 
-    def for_checkpoint(self) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
-        """``(skeleton, tensors, rest)`` that the caller may keep: the last snapshot where it is of this step."""
-        if self._snapshot is None or self._snapshot[0] != self.step:
+    def for_checkpoint(self) -> tuple[Snapshot, dict[str, Any]]:
+        """``(snapshot of this step, the rest)``; the caller must lease the snapshot at once."""
+        if self._snapshot is None or self._snapshot.step != self.step:
             self._take_snapshot()
         assert self._snapshot is not None
-        _, body, tensors = self._snapshot
-        return body, tensors, {"random": random_as_tree()}
+        return self._snapshot, {"random": random_as_tree()}
 
     def digests(self) -> tuple[bytes, dict[str, str]]:
         """SHA-256 of everything, and of each part by name: on this all ranks must agree."""
@@ -224,8 +241,7 @@ class ElasticState(State):  # type: ignore[misc]
                 collective.reset_optimizer_handles(item)
                 _drop_gradients(item)
         if self._optimizer_steps and self._snapshot is not None:
-            _, body, tensors = self._snapshot
-            self.put_back(body, tensors)
+            self.put_back(self._snapshot.body["state"], self._snapshot.tensors)
             return
         with torch.no_grad():
             for buffer, kept in self._marked_buffers:
@@ -239,11 +255,8 @@ class ElasticState(State):  # type: ignore[misc]
     def sync(self) -> None:
         """Make all ranks equal to rank 0, and prove it."""
         place = session().assignment()
-        if place.rank == 0 and place.body.get("restore") and session().take_restore(place.generation):
-            body, tensors, extra = session().load_checkpoint(place.body["restore"])
-            self.put_back(body, tensors)
-            _set_random_state(tree.unflatten(extra["random"], {}))
-            self._synced = True
+        if place.rank == 0:
+            self._bring_back(place)
         if place.rank == 0 and self.step != place.body["step"]:
             raise StateDiverged(f"rank 0 holds step {self.step}, but the job goes on from step {place.body['step']}")
         newcomer = not self._synced
@@ -258,8 +271,24 @@ class ElasticState(State):  # type: ignore[misc]
         self._mark()
         self._maybe_snapshot()
 
+    def _bring_back(self, place: Assignment) -> None:
+        """As rank 0 of a generation without survivors: load what the driver has chosen, once."""
+        wanted = place.body["memory"] or place.body["restore"]
+        if not wanted or not session().take_restore(place.generation):
+            return
+        if place.body["memory"]:
+            found = session().load_found()
+            self.put_back(found.body["state"], found.tensors)
+            _derive_random_state(place.body["seed"], place.generation, place.rank)
+        else:
+            body, tensors, extra = session().load_checkpoint(place.body["restore"])
+            self.put_back(body, tensors)
+            _set_random_state(tree.unflatten(extra["random"], {}))
+        self._synced = True
+
     def on_reset(self) -> None:
         self._drawn = {}
+        self._clock.stop()
         super().on_reset()
 
     def _agree(self, mine: bytes) -> bool:
@@ -308,9 +337,19 @@ class ElasticState(State):  # type: ignore[misc]
         """``(epoch, offset)`` of the next global batch that is not committed yet."""
         return self._cursors.get(dataset, (0, 0))
 
-    def drew(self, dataset: str, epoch: int, offset: int, rows: int) -> None:
-        """A batch was handed to the loop: the next commit counts it as consumed."""
-        self._drawn.setdefault(dataset, []).append((epoch, offset, rows))
+    def draws(self) -> None:
+        """The loop waits for its next batch."""
+        self._clock.awaits_data()
+
+    def draws_no_more(self) -> None:
+        """The loop has had its last batch."""
+        self._clock.rests()
+
+    def drew(self, dataset: str, batch: Batch) -> None:
+        """A batch is handed to the loop: the next commit counts it as consumed."""
+        self._clock.works()
+        drawn = Drawn(batch.epoch, batch.offset, batch.rows, batch.row_hash)
+        self._drawn.setdefault(dataset, []).append(drawn)
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:

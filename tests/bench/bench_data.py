@@ -13,6 +13,9 @@ are medians over the trials of the ratio within a trial.
 * ``rows_per_s_dataloader``: torch `DataLoader` over `hvd.elastic` `ElasticSampler`, a row at a time, from arrays in
   memory (which favours it: the Parquet was read before); ``_batched``: the data set has
   ``__getitems__``, which returns the batch as it is to be.
+* ``rows_per_s_datasets``, ``rows_per_s_streaming``: Hugging Face `datasets` (the shuffled table, in batches of torch
+  tensors) and `mosaicml-streaming` (`StreamingDataset` from local MDS files of a tenth of the rows, shuffled, under a
+  `DataLoader`), on as many rows as they make in about the time of the others. Left out where they are not installed.
 * ``resize_s_1e8``: 8 workers become 7 in the middle of an epoch of 10^8 rows: new ownership on the driver, and on a
   worker that knows nothing yet: the epoch's layout, its share, a reader, the row ids of its first block.
   ``resize_mb_1e8``: the memory this takes. ``peer_resize_s_1e7``: `ElasticSampler.reset` with 10^7 rows.
@@ -22,6 +25,8 @@ are medians over the trials of the ratio within a trial.
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import shutil
 import statistics
@@ -76,12 +81,39 @@ class BatchedRows(Rows):
         return self.x[indices], self.y[indices]
 
 
+def peers(folder: Path, table: pa.Table, x: np.ndarray, y: np.ndarray) -> dict[str, Callable[[], int]]:
+    """An action for each of the other libraries that are installed."""
+    actions: dict[str, Callable[[], int]] = {}
+    if importlib.util.find_spec("datasets"):
+        import datasets
+
+        shuffled = datasets.Dataset(table).with_format("torch").shuffle(seed=1)
+
+        def read_datasets() -> int:
+            batches = itertools.islice(shuffled.iter(batch_size=BATCH), 100)
+            return sum(len(batch["y"]) for batch in batches if batch["x"].shape[1] == WIDTH)
+
+        actions["datasets"] = read_datasets
+    if importlib.util.find_spec("streaming"):
+        import streaming
+
+        kinds = {"x": f"ndarray:float32:{WIDTH}", "y": "float32"}
+        with streaming.MDSWriter(out=str(folder / "mds"), columns=kinds) as out:
+            for row in range(len(x) // 10):
+                out.write({"x": x[row], "y": y[row]})
+        streamed = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH)
+        loader = DataLoader(streamed, batch_size=BATCH)
+        actions["streaming"] = lambda: sum(len(batch["y"]) for batch in itertools.islice(loader, 60))
+    return actions
+
+
 def measure_rows(folder: Path, rows: int, trials: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     x, y = rng.random((rows, WIDTH), dtype=np.float32), rng.random(rows, dtype=np.float32)
     array = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), WIDTH)
     (folder / "in").mkdir()
-    pq.write_table(pa.table({"x": array, "y": y}), folder / "in/rows.parquet", row_group_size=65_536)
+    table = pa.table({"x": array, "y": y})
+    pq.write_table(table, folder / "in/rows.parquet", row_group_size=65_536)
     one = np.lib.format.open_memmap(folder / "one.npy", mode="w+", dtype=np.float32, shape=(rows, WIDTH + 1))
     one[:, :WIDTH], one[:, WIDTH] = x, y
     one = np.load(folder / "one.npy", mmap_mode="r")
@@ -127,6 +159,7 @@ def measure_rows(folder: Path, rows: int, trials: int) -> dict[str, float]:
         "cold": cold,
         "dataloader": load(Rows(torch.from_numpy(x), torch.from_numpy(y)), 60),
         "dataloader_batched": load(BatchedRows(torch.from_numpy(x), torch.from_numpy(y)), 400),
+        **peers(folder, table, x, y),
     }
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for _ in range(trials):
@@ -137,7 +170,7 @@ def measure_rows(folder: Path, rows: int, trials: int) -> dict[str, float]:
         return statistics.median(a[which] / b[which] for a, b in zip(seen["warm"], seen[other], strict=True))
 
     out = {f"rows_per_s_{name}": statistics.median(wall for wall, _ in values) for name, values in seen.items()}
-    out |= {f"ratio_warm_to_{name}": ratio(name, 0) for name in ("limit", "dataloader", "dataloader_batched")}
+    out |= {f"ratio_warm_to_{name}": ratio(name, 0) for name in actions if name not in ("warm", "cold")}
     out["ratio_warm_to_limit_cpu"] = ratio("limit", 1)
     out["step_wait_fraction"] = wait_fraction(warm_reader)
     warm_reader.close()
@@ -154,8 +187,10 @@ def wait_fraction(reader: LaneReader) -> float:
     waited, batches, started = 0.0, reader.batches(2), time.perf_counter()
     for _ in range(300):
         asked = time.perf_counter()
-        batch = next(batches)
+        batch = next(batches, None)
         waited += time.perf_counter() - asked
+        if batch is None:
+            break
         optimizer.zero_grad()
         loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch["x"])[:, 0], batch["y"])
         (loss * batch.weight).backward()

@@ -148,6 +148,16 @@ class Job:
 
         return self.wait(ready, limit_s, f"a world of {size}")
 
+    def wait_formed(self, size: int, limit_s: float = 150.0) -> tuple[str, ...]:
+        """Until a world of ``size`` has been formed after a loss or a leave, however short it lasts; its members."""
+
+        def formed() -> Any:
+            gone = next((e.at for e in self.events(ev.WorkerLost, ev.WorkerLeft)), float("inf"))
+            worlds = [e for e in self.events(ev.GenerationFormed) if e.at >= gone and len(e.members) == size]
+            return tuple(worlds[0].members) if worlds else None
+
+        return self.wait(formed, limit_s, f"a world of {size} after a loss")
+
     def spawned(self, worker: str) -> ev.WorkerSpawned:
         return next(e for e in self.events(ev.WorkerSpawned) if e.worker == worker)
 

@@ -21,7 +21,7 @@ def test_an_executor_is_killed_and_a_new_one_joins(job: Job, rank: int) -> None:
     job.count(epochs=8)
     world = job.wait_world(3)
     job.kill_executor(world[rank])
-    survivors = job.wait_world(2)
+    survivors = job.wait_formed(2)
     assert set(survivors) < set(world)
     joined = job.wait_world(3)
     assert set(survivors) < set(joined)
@@ -36,8 +36,9 @@ def test_an_executor_is_killed_and_a_new_one_joins(job: Job, rank: int) -> None:
 def test_a_worker_process_is_killed(job: Job) -> None:
     job.count(epochs=6)
     world = job.wait_world(3)
+    assert list(Path(job.cluster.directory).rglob("elastic-spark-rows/*.rows")), "where Spark cleans up"
     job.kill_worker(world[2])
-    job.wait_world(2)
+    job.wait_formed(2)
     job.wait_world(3)
     result = job.done()
     job.assert_counted(result, epochs=6)
@@ -159,7 +160,7 @@ def test_a_frozen_worker_is_found_and_killed(job: Job) -> None:
     world = job.wait_world(3)
     pid = job.spawned(world[1]).pid
     job.cluster.freeze(pid)
-    job.wait_world(2, limit_s=60.0)
+    job.wait_formed(2, limit_s=60.0)
     job.cluster.wait_for(lambda: not os.path.exists(f"/proc/{pid}"), 10.0, "the frozen process to be killed")
     result = job.done()
     job.assert_counted(result, epochs=8)
@@ -175,7 +176,7 @@ def test_a_decommissioned_executor_leaves_without_a_lost_step(job: Job) -> None:
     assert node is not None
     job.cluster.decommission(next(w for w in job.cluster.workers if w.name == node))
     job.wait(lambda: [e for e in job.events(ev.WorkerLeft) if e.reason == "draining"], 100.0, "the drain")
-    job.wait_world(2)
+    job.wait_formed(2)
     job.cluster.add_worker()
     job.wait_world(3)
     result = job.done()

@@ -18,6 +18,7 @@ KINDS = [
 TEXT = st.text(max_size=20)
 BY_TYPE = {
     "str": TEXT,
+    "bool": st.booleans(),
     "str | None": st.none() | TEXT,
     "int": st.integers(-(2**53), 2**53),
     "int | None": st.none() | st.integers(0, 255),

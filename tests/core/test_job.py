@@ -194,6 +194,78 @@ def test_all_lost_start_again_from_a_checkpoint_when_newcomers_are_ready() -> No
     assert (form.restore, form.step) == (True, -1)
 
 
+def all_processes_die(run: Script) -> None:
+    for worker in run.job.members:
+        run.down(worker)
+
+
+def test_all_processes_lost_the_newest_snapshot_in_memory_is_brought_back() -> None:
+    run = Script(num_proc=3).running()
+    all_processes_die(run)
+    run(core.Ready("w3", 7, 1))
+    run(core.Ready("w4", 9, 1))
+    form = one(run(core.Ready("w5", 8, 1)), core.Form, members=("w4", "w5", "w3"), found=9)
+    assert (form.restore, form.step) == (True, -1)
+
+
+def test_what_comes_from_memory_is_waited_for_but_not_for_ever() -> None:
+    run = Script(num_proc=2, max_num_proc=2, settle_s=2.0).running()
+    for number in (2, 3):
+        run.agent(number)
+    run.ready("w2", "w3")
+    assert of(run.down("w0"), core.Form) == []
+    assert of(run.down("w1"), core.Form) == []  # two are ready, and two who may have found something are starting
+    assert of(run(core.Ready("w4", 5, 1)), core.Form) == []
+    one(run(core.Ready("w5", 6, 1)), core.Form, members=("w5", "w4"), found=6)
+    run.initialise()
+    all_processes_die(run)
+    one(run.wait(2.2, "*"), core.Form, members=("w2", "w3"), found=-1)
+
+
+def test_a_newcomer_left_alone_without_the_state_waits_for_what_the_others_left_in_memory() -> None:
+    run = Script(num_proc=2, settle_s=2.0).running()
+    run.down("w1")
+    run.ask("w0", step=5)
+    run.initialise()
+    run.ready("w2")
+    run.wait(0.5, "*")
+    run.ask("w0", step=8, reason="reset")
+    run.down("w0")
+    assert of(run.ask("w2", step=-1), core.Form) == []
+    one(run(core.Ready("w3", 8, 2)), core.Form, members=("w3", "w2"), joined=("w3",), step=-1, found=8, restore=True)
+
+
+def test_what_a_survivor_holds_is_preferred_to_memory() -> None:
+    run = Script(num_proc=2).running()
+    run.down("w1")
+    run.ask("w0", step=5)
+    run.initialise()
+    run(core.Ready("w2", 9, 1))
+    run.wait(0.5, "*")
+    one(run.ask("w0", step=6, reason="reset"), core.Form, members=("w0", "w2"), step=6, found=-1, restore=False)
+
+
+def test_what_is_left_of_an_undone_story_is_not_brought_back() -> None:
+    """The first world's snapshot of step 9 comes late: the job has begun anew from a checkpoint meanwhile."""
+    run = Script(num_proc=1, max_num_proc=1, settle_s=0.5).running()
+    run.agent(1)
+    run.ready("w1")
+    run.down("w0")
+    one(run.wait(1.0, "*"), core.Form, members=("w1",), found=-1, restore=True)
+    run.initialise()
+    run(core.Ready("w2", 9, 1))
+    run.down("w1")
+    one(run.wait(0.7, "*"), core.Form, generation=3, members=("w2",), found=-1)
+
+
+def test_what_was_brought_back_once_may_be_brought_back_again() -> None:
+    run = Script(num_proc=1).running()
+    run.down("w0")
+    one(run(core.Ready("w1", 9, 1)), core.Form, found=9)
+    run.down("w1")
+    one(run(core.Ready("w2", 9, 1)), core.Form, generation=3, found=9)
+
+
 def test_all_lost_and_nobody_comes() -> None:
     run = Script(num_proc=2, elastic_timeout=10.0).running()
     run(core.AgentDown("a0", "gone"))
@@ -329,6 +401,26 @@ def test_a_newcomer_that_goes_before_the_members_ask_costs_a_reset_and_no_more()
         run.initialise()
         run.agent(2)
     assert run.ended is None
+
+
+def test_uneven_speed_forms_the_same_world_anew_once() -> None:
+    run = Script(num_proc=2).running()
+    assert of(run(core.Unbalanced(run.job.generation - 1)), core.Notify) == [], "of a world that is over"
+    one(run(core.Unbalanced(run.job.generation)), core.Notify, workers=("w0", "w1"))
+    assert len(of(run.wait(0.2, "*"), core.Notify)) == 1, "repeated until it is acted on"
+    run.ask("w0", reason="reset")
+    form = one(run.ask("w1", reason="reset"), core.Form, members=("w0", "w1"), cause="uneven speed")
+    assert (form.joined, form.lost, form.left) == ((), (), ())
+    run.initialise()
+    assert of(run.wait(5.0, "*"), core.Notify) == []
+
+
+def test_a_loss_on_the_way_to_other_owners_is_said_as_such() -> None:
+    run = Script(num_proc=3).running()
+    run(core.Unbalanced(run.job.generation))
+    run.ask("w0", reason="reset")
+    run.down("w1")
+    one(run.ask("w2", reason="collective failed"), core.Form, members=("w0", "w2"), cause="w1 lost: process died")
 
 
 def test_a_draining_member_leaves_in_good_order_and_its_slot_is_freed() -> None:

@@ -224,3 +224,24 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+def test_the_longest_wait_of_each_step_and_the_hashes_of_all_ranks_are_added_up() -> None:
+    ledger = world("w0", "w1")
+
+    def told(step: int, wait_s: float, row_hash: int) -> Report:
+        return Report(step, 1.0, 4, {"train": (0, step - 1)}, wait_s=wait_s, hashes={"train": row_hash})
+
+    ledger.report("w0", 1, [told(1, 0.5, 2**64 - 1), told(2, 0.25, 0)])
+    ledger.report("w1", 1, [told(1, 0.125, 3), told(2, 0.75, 0)])
+    (fact,) = ledger.complete(1.0)
+    assert (fact.wait_s, fact.hashes) == (1.25, {"train": f"{2:016x}{0:016x}"})
+
+
+def test_what_a_rank_did_not_live_to_report_is_taken_from_the_plan() -> None:
+    for planned, hashes in ((lambda name, epoch, offset: 100 * epoch + offset, {"train": f"{3:016x}"}), (None, {})):
+        ledger = Ledger(3, planned)
+        ledger.begin(1, ["w0", "w1"], 3, "start", 0.0)
+        ledger.report("w0", 1, [Report(4, 1.0, 4, {"train": (0, 3)}, hashes={"train": 7})])
+        (fact,) = ledger.begin(2, ["w0"], 4, "w1 lost", 1.0)
+        assert (fact.missing, fact.hashes) == (1, hashes)

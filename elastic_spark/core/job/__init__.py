@@ -22,7 +22,8 @@ is one way through which the world changes, whatever the cause, and every cause 
 while a generation is forming is a loss in a generation that is ending already.
 
 Joins and drains only *ask for* that change (`Notify`, repeated until acted on), and only where the world that would be
-formed now differs from the one that runs; they wait for a newcomer to be READY first. Losses are never delayed. A
+formed now differs from the one that runs; they wait for a newcomer to be READY first. So does `Unbalanced`, for the
+same world with other owners of lanes. Losses are never delayed. A
 generation with no survivor is formed of newcomers with ``restore=True``.
 
 A member that finishes is DONE and stays until all are; if its process ends earlier its value stays. The job has
@@ -70,6 +71,7 @@ from elastic_spark.core.job.inputs import (
     Input,
     Ready,
     Tick,
+    Unbalanced,
     UserError,
     WorkerDown,
     WorkerUp,
@@ -118,6 +120,7 @@ __all__ = [
     "Spawn",
     "Stage",
     "Tick",
+    "Unbalanced",
     "UserError",
     "Worker",
     "WorkerDown",

@@ -88,7 +88,8 @@ def _on_ready(turn: Turn, happened: i.Ready) -> None:
     worker = _hear(turn, happened.worker)
     if worker is not None and worker.stage is Stage.WARMING:
         turn.record(ev.WorkerReady(at=turn.now, worker=worker.id, seconds=turn.clock - worker.since))
-        turn.move(worker, Stage.READY)
+        turn.put(replace(worker, found=happened.step, found_in=happened.generation))
+        turn.move(turn.job.workers[worker.id], Stage.READY)
         turn.set(arrived=turn.clock, stillborn=0)
 
 
@@ -170,6 +171,10 @@ def _on_draining(turn: Turn, happened: i.Draining) -> None:
             turn.dismiss_draining(worker)
 
 
+def _on_unbalanced(turn: Turn, happened: i.Unbalanced) -> None:
+    turn.set(unbalanced=happened.generation == turn.job.generation)
+
+
 def _on_alarmed(turn: Turn, happened: i.Alarmed) -> None:
     job, options = turn.job, turn.job.options
     if options.guard == "warn" or happened.generation <= job.undone:
@@ -208,6 +213,7 @@ _HANDLERS: Mapping[type[i.Input], Callable[[Turn, Any], None]] = {
     i.Finished: _on_finished,
     i.UserError: _on_user_error,
     i.Draining: _on_draining,
+    i.Unbalanced: _on_unbalanced,
     i.Alarmed: _on_alarmed,
     i.Fault: _on_fault,
     i.Tick: _on_tick,

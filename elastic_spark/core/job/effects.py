@@ -65,8 +65,9 @@ class BreakGeneration(Effect):
 
 @dataclass(frozen=True)
 class Form(Effect):
-    """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything that counts: it
-    starts from a checkpoint, with ``before`` from a good one of a step below that."""
+    """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything that counts: rank
+    0 can bring step ``found`` back from memory (-1: nobody can), or it starts from a checkpoint, with ``before`` from a
+    good one of a step below that."""
 
     generation: int
     members: tuple[str, ...]
@@ -76,6 +77,7 @@ class Form(Effect):
     cause: str
     step: int
     restore: bool
+    found: int = -1
     before: int | None = None
 
 

@@ -47,7 +47,12 @@ class WorkerDown(Input):
 
 @dataclass(frozen=True)
 class Ready(Input):
+    """``step``: that of the snapshot which its predecessor on the executor left in memory, -1 where there is none;
+    ``generation``: the one in which that was made."""
+
     worker: str
+    step: int = -1
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,13 @@ class Draining(Input):
 
     executor: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Unbalanced(Input):
+    """The workers' speeds call for other owners of lanes: the same world is to be formed anew."""
+
+    generation: int
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_spark.core.job.effects import BreakGeneration, Form, Notify, SaveNow
 from elastic_spark.core.job.inputs import ASKED_ON_PURPOSE
-from elastic_spark.core.job.state import Ended, Stage, Worker
+from elastic_spark.core.job.state import Ended, Job, Stage, Worker
 from elastic_spark.core.job.turn import Turn
 from elastic_spark.core.job.world import Plan, next_world
 from elastic_spark.core.policy import is_repeated
@@ -85,13 +85,13 @@ def _finished(turn: Turn) -> bool:
 
 
 def _consider_change(turn: Turn, live: list[Worker]) -> None:
-    """The world runs: does a newcomer, a drain or the guard call for another one?"""
+    """The world runs: does a newcomer, a drain, uneven speed or the guard call for another one?"""
     job, options = turn.job, turn.job.options
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
     plan = next_world(job, turn.clock)
     gathered = bool(plan.joined) and turn.clock - plan.joined[-1].since >= options.join_delay_s
-    if plan.left or gathered or job.suspect_from is not None:
+    if plan.left or gathered or job.unbalanced or job.suspect_from is not None:
         if turn.clock - job.notified >= options.notify_every_s:
             turn.set(notified=turn.clock)
             turn.do(Notify(tuple(member.id for member in live)))
@@ -125,8 +125,14 @@ def _supersede(turn: Turn) -> None:
 
 
 def _consider_next(turn: Turn) -> None:
-    """All live members ask: the next generation, as soon as it is large enough."""
+    """All live members ask: the next generation, as soon as it is large enough.
+
+    Where those who held the state are gone, it may be in the memory that one of those who are about to come finds.
+    """
     job, options = turn.job, turn.job.options
+    state_lost = job.formed_step >= 0 and all(member.step < 0 for member in job.live_members())
+    if state_lost and _awaits_memory(turn, job.ending_since):
+        return
     plan = next_world(job, turn.clock)
     if plan.size >= options.min_num_proc:
         _form(turn, plan)
@@ -138,7 +144,8 @@ def _consider_start(turn: Turn) -> None:
     """Nobody is alive in the world: the first generation, or the first after the loss of all.
 
     Waits for ``num_proc`` workers; starts with fewer when none has come for ``settle_s`` and none is about to: one that
-    failed twice is not counted on.
+    failed twice is not counted on. After the loss of all it waits up to ``settle_s`` for everyone who is about to come,
+    because the last state may be what one of them finds in memory.
     """
     job, options = turn.job, turn.job.options
     plan = next_world(job, turn.clock)
@@ -146,13 +153,23 @@ def _consider_start(turn: Turn) -> None:
     if job.generation == 0:
         option, limit, since = "start_timeout", options.start_timeout, job.started
     late = turn.clock - since > limit
-    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
-    coming = any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
-    settled = not coming and turn.clock - job.arrived >= options.settle_s
+    settled = not _is_somebody_coming(job) and turn.clock - job.arrived >= options.settle_s
+    if job.generation > 0 and _awaits_memory(turn, since):
+        return
     if plan.size >= options.num_proc or (plan.size >= options.min_num_proc and (settled or late)):
         _form(turn, plan)
     elif late:
         _too_few(turn, plan.size, option, limit)
+
+
+def _is_somebody_coming(job: Job) -> bool:
+    """Whether a worker is about to be ready. One that failed twice is not counted on."""
+    hosting = [agent for agent in job.agents.values() if agent.failures <= 1]
+    return any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
+
+
+def _awaits_memory(turn: Turn, since: float) -> bool:
+    return _is_somebody_coming(turn.job) and turn.clock - since < turn.job.options.settle_s
 
 
 def _too_few(turn: Turn, have: int, option: str, limit: float) -> None:
@@ -174,10 +191,17 @@ def _form(turn: Turn, plan: Plan) -> None:
         return
     for member in plan.left:
         turn.dismiss_draining(member)
-    before = job.suspect_from
+    before, found = job.suspect_from, -1
+    members = [*plan.survivors, *plan.joined]
     if before is not None:
         held = -1
-    members = (*plan.survivors, *plan.joined)
+    elif held < 0:
+        finder = max(members, key=job.found)
+        found = job.found(finder)
+        if found >= 0:
+            members = [finder, *(member for member in members if member is not finder)]
+    if held < 0:
+        turn.set(restored=job.generation + 1, restored_step=found)
     for member in members:
         turn.move(member, Stage.CALLED, step=held)
     form = Form(
@@ -186,9 +210,10 @@ def _form(turn: Turn, plan: Plan) -> None:
         joined=tuple(member.id for member in plan.joined),
         lost=job.lost,
         left=tuple(member.id for member in plan.left),
-        cause=_cause(job.ending, plan) if before is None else f"guard: {job.alarm}",
+        cause=_cause(job, plan) if before is None else f"guard: {job.alarm}",
         step=held,
         restore=held < 0,
+        found=found,
         before=before,
     )
     turn.do(form)
@@ -201,6 +226,7 @@ def _form(turn: Turn, plan: Plan) -> None:
         perished=(),
         ran_at=None,
         saved=False,
+        unbalanced=False,
         notified=float("-inf"),
         formed_step=held,
         suspect_from=None,
@@ -208,10 +234,16 @@ def _form(turn: Turn, plan: Plan) -> None:
     )
 
 
-def _cause(ending: str | None, plan: Plan) -> str:
-    if ending == ASKED_ON_PURPOSE and plan.is_change:
-        return "draining" if plan.left else "joined"
-    return ending or "start"
+def _cause(job: Job, plan: Plan) -> str:
+    """Why the next world is formed. Of a change that was announced, the first to ask may be one whose collective failed
+    because another one had left before."""
+    announced = not job.lost and job.notified > float("-inf")
+    if announced or job.ending == ASKED_ON_PURPOSE:
+        if plan.is_change:
+            return "draining" if plan.left else "joined"
+        if job.unbalanced:
+            return "uneven speed"
+    return job.ending or "start"
 
 
 def _may_reset(turn: Turn, plan: Plan, held: int) -> bool:

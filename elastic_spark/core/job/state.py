@@ -84,7 +84,10 @@ class Agent:
 
 @dataclass(frozen=True)
 class Worker:
-    """``step``: the newest committed step it holds; ``heard``: when last heard; ``since``: start of the stage."""
+    """``step``: the newest committed step it holds; ``heard``: when last heard; ``since``: start of the stage.
+
+    ``found``: the step that its dead predecessor left in memory, of generation ``found_in``; -1 where nothing was left.
+    """
 
     id: str
     agent: str
@@ -95,6 +98,8 @@ class Worker:
     since: float
     step: int = -1
     where: str = "starting"
+    found: int = -1
+    found_in: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,14 @@ class Job:
     generation, members: the newest world; ``members[r]`` has rank r. Members that are lost stay listed until the next.
     ending: why the generation ends, or None while nothing speaks against it. broken: its collectives were broken.
     lost: members lost since it was formed. perished: among them, those whose process died under a living agent.
+    unbalanced: other owners of lanes are wanted.
     ran_at: when all of its members were running; None until then.
     arrived: when an agent or a ready worker came last. stillborn: workers in a row that died before they were ready.
     resets: generations formed because of a loss. idle_resets: in a row, without a loss, a change or a new step.
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
+    restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
+        memory (-1: none). What was left in memory before, beyond that step, is another story.
     suspect_from: the guard wants the next world to start from a checkpoint of a step before this one; alarm: why.
     rollbacks: how often it wanted that. undone: alarms of worlds up to this one are settled.
     last_error, last_words: of the last failed collective, and of the last process that died.
@@ -157,6 +165,7 @@ class Job:
     perished: tuple[str, ...] = ()
     ran_at: float | None = None
     saved: bool = False
+    unbalanced: bool = False
     watched: float = 0.0
     notified: float = float("-inf")
     arrived: float = 0.0
@@ -165,6 +174,8 @@ class Job:
     idle_resets: int = 0
     barren_resets: int = 0
     formed_step: int = -1
+    restored: int = 0
+    restored_step: int = -1
     failures: tuple[Failure, ...] = ()
     forgiven: tuple[Failure, ...] = ()
     failed_since: float = 0.0
@@ -186,6 +197,10 @@ class Job:
         """Members that have finished, by rank."""
         workers = (self.workers.get(name) for name in self.members)
         return [worker for worker in workers if worker is not None and worker.stage is Stage.DONE]
+
+    def found(self, worker: Worker) -> int:
+        """The step that this worker can bring back from its predecessor's memory; -1 where it cannot."""
+        return worker.found if worker.found_in >= self.restored or worker.found <= self.restored_step else -1
 
     def is_draining(self, worker: Worker) -> bool:
         agent = self.agents.get(worker.agent)

@@ -1,0 +1,69 @@
+"""`make fuzz`: many schedules, one after the other. The last line is one JSON object.
+
+    python -m tests.chaos.fuzz --seeds 0:500
+
+A seed that fails is kept with its event log and the workers' output below ``--keep``, and named at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from .schedule import schedule
+from .world import run_schedule
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:500", help="first:end")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "elastic-spark-fuzz")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no schedule after so many seconds")
+    options = parser.parse_args()
+    first, end = map(int, options.seeds.split(":"))
+    failed: dict[int, str] = {}
+    pauses: list[float] = []
+    lost = faults = done = 0
+    began = time.monotonic()
+    for seed in range(first, end):
+        if time.monotonic() - began > options.limit_s:
+            break
+        folder = options.keep / f"seed-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        started = time.monotonic()
+        try:
+            figures = run_schedule(schedule(seed), folder)
+        except Exception as error:
+            failed[seed] = f"{type(error).__name__}: {error}"[:500]
+            traceback.print_exc()
+        else:
+            pauses += [change["pause_s"] for change in figures["changes"] if change["pause_s"] is not None]
+            lost += figures["steps_lost"]
+            shutil.rmtree(folder)
+        done += 1
+        faults += len(schedule(seed).faults)
+        verdict = failed.get(seed, "held")
+        print(
+            f"seed {seed}: {verdict.splitlines()[0]} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True
+        )
+    pauses.sort()
+    figures = {
+        "schedules": done,
+        "faults": faults,
+        "failed": failed,
+        "changes": len(pauses),
+        "pause_s_p50": round(pauses[len(pauses) // 2], 3) if pauses else None,
+        "steps_lost_with_all_holders": lost,
+    }
+    print(json.dumps(figures))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The first 25 schedules of the fuzzer; and every seed that ever failed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_spark.core import events as ev
+
+from .schedule import Fault, Schedule, schedule
+from .world import World, run_schedule
+
+#: Seeds that broke an invariant once.
+ONCE_FAILED: tuple[int, ...] = (26, 29, 31)
+
+
+@pytest.mark.parametrize("seed", [*range(25), *ONCE_FAILED])
+def test_what_goes_wrong_leaves_every_invariant(seed: int, tmp_path: Path) -> None:
+    run_schedule(schedule(seed), tmp_path / "world")
+
+
+def test_all_workers_die_at_once_and_no_committed_step_is_lost(tmp_path: Path) -> None:
+    """Nobody is left who holds the state; their successors find it in the executors' memory."""
+    world = World(Schedule(0, 3, 3, 1, 60.0, (Fault(1.0, "kill_all_workers", 0, 0.0),)), tmp_path / "world")
+    try:
+        figures = world.run()
+        restored = [event.restored_from for event in world.seen(ev.GenerationFormed) if event.restored_from]
+        assert len(restored) == 1
+        assert restored[0].startswith("memory:")
+        assert figures["steps_lost"] == 0
+        assert world.seen(ev.StepsRolledBack, ev.Warned, ev.CheckpointRejected) == []
+    finally:
+        world.close()
+
+
+def test_many_resets_leave_no_memory_threads_or_descriptors_behind(tmp_path: Path) -> None:
+    """In the driver, in the agents, and in the worker that survives them all. ``ELASTIC_SPARK_RESETS`` sets how many;
+    each loss is two: one world without the lost worker, one with its successor."""
+    losses = int(os.environ.get("ELASTIC_SPARK_RESETS", "20")) // 2
+    world = World(Schedule(0, 3, 3, 1, 60.0, ()), tmp_path / "world", epochs=200)
+    try:
+        world.begin()
+        survivor = world.members()[0]
+        measured = []
+        for loss in range(losses + 5):
+            victim = world.members()[1]
+            formed = len(world.seen(ev.GenerationFormed))
+            world.kill(victim)
+            world.wait(lambda n=formed: _full_again(world, n), 60.0, f"a full world after loss {loss}")
+            if loss in (4, losses + 4):
+                pids = {"driver": os.getpid(), "survivor": world.spawned(survivor).pid}
+                pids |= {f"agent {number}": world.executors[number].pid for number in world.living()}
+                measured.append({name: _held(pid) for name, pid in pids.items()})
+        world.finish()
+    finally:
+        world.close()
+    before, after = measured
+    print(before, after, sep="\n")
+    for name, (memory, threads, files) in after.items():
+        was = before[name]
+        assert memory <= 1.1 * was[0] + 4, f"{name}: {was[0]} MB, then {memory} MB"
+        assert threads <= was[1], f"{name}: {was[1]} threads, then {threads}"
+        assert files <= was[2] + 2, f"{name}: {was[2]} descriptors, then {files}"
+
+
+def _full_again(world: World, formed: int) -> bool:
+    """A world of three that was formed since then runs, and has made a step."""
+    generations = world.seen(ev.GenerationFormed)
+    steps = world.seen(ev.StepsCommitted)
+    newest = generations[-1]
+    return len(generations) > formed and len(newest.members) == 3 and steps[-1].generation == newest.generation
+
+
+def _held(pid: int) -> tuple[int, int, int]:
+    """Resident MB, threads, open descriptors."""
+    process = psutil.Process(pid)
+    return process.memory_info().rss >> 20, process.num_threads(), process.num_fds()
+
+
+def test_a_seed_is_a_schedule() -> None:
+    assert schedule(7) == schedule(7)
+    assert len({schedule(seed).faults for seed in range(100)}) == 100
