@@ -343,6 +343,10 @@ class _Saver:
         self._cost_s = time.monotonic() - now
 
     def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
+        if self._writer.busy:  # it reads the leased snapshot: that must not be written over
+            reason = "the write before is still under way"
+            self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
+            return
         snapshot, extra = state.for_checkpoint()
         self._memory.lease(snapshot)
         body, tensors = snapshot.body["state"], snapshot.tensors

@@ -39,7 +39,7 @@ import torch
 import elastic_spark as es
 from elastic_spark.checkpoint import CheckpointStore, WrittenPart
 from elastic_spark.config import JobConfig
-from elastic_spark.worker.collective import Assignment
+from elastic_spark.worker import collective
 from elastic_spark.worker.session import WorkerSession, bind
 
 LAYERS, WIDTH = 24, 1024
@@ -77,8 +77,13 @@ class Bench:
         config = {"worker": "w0", "checkpoint_uri": self.driver.store.uri}
         config |= {"rpo_target_s": defaults.rpo_target_s, "ckpt_budget": defaults.ckpt_budget}
         self.session = WorkerSession(self.driver, config)  # type: ignore[arg-type]
-        self.session._place = Assignment(1, 0, 1, {}, {"restore": None, "step": 0, "seed": 0})
         bind(self.session)
+        collective.install(self.session)
+        env = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        body = {"restore": None, "memory": False, "step": 0, "seed": 0}
+        place = {"type": "assignment", "generation": 1, "rank": 0, "size": 1, "env": env, "body": body}
+        self.session._assignments.put(place)
+        hvd.init()
         self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.Adam(self.model.parameters(), lr=1e-4), named_parameters=self.model.named_parameters()
@@ -210,7 +215,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(dir=options.folder)
-    hvd.init()
     try:
         bench = Bench(folder)
         figures = bench.trials(options.trials) | bench.overhead(options.seconds)
