@@ -2,6 +2,7 @@
 #
 #   make demo    set up, then train on real flights on a local Spark cluster that loses an executor
 #   make test    set up, then run all tests
+#   make test-browser   the pages in a real browser; needs chromium and chromium-driver; screenshots in build/screenshots
 #   make check   set up, then lint, types, import rules (under a minute)
 #
 # Options: VENV=.venv, PYTHON=python3.11, TORCH=torch==2.13.0, ARGS="extra arguments".
@@ -11,13 +12,19 @@ STAMP := $(VENV)/.setup-done
 # Stands before every command that runs Python: the environment's programs first, and its Java where it brings one.
 RUN = env PATH="$(abspath $(VENV))/bin:$$PATH" $$(test -s $(VENV)/java-home && echo JAVA_HOME="$$(cat $(VENV)/java-home)")
 
-.PHONY: demo test fuzz check setup clean bench-recovery bench-data bench-state bench-kills
+.PHONY: demo test test-browser fuzz check setup clean bench-recovery bench-data bench-state bench-kills
 
 demo: setup
 	@$(RUN) python jobs/demo.py $(ARGS)
 
 test: setup
 	@$(RUN) python -m pytest $(ARGS)
+
+test-browser: setup
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  { echo 'needs chromium and its driver: apt-get install -y chromium chromium-driver' >&2; exit 1; }
+	@$(RUN) python -c 'import selenium' 2>/dev/null || $(RUN) python -m pip install -q -e '.[browser]'
+	@$(RUN) python -m pytest tests/browser/check_pages.py $(ARGS)
 
 check: setup
 	@echo '[check] ruff' && $(RUN) ruff check -q . && $(RUN) ruff format -q --check .

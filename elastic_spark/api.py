@@ -213,7 +213,8 @@ class _Run:
         journal = Journal(path, readers)
         status = "FAILED"
         try:
-            ended, blobs = self._conduct(journal, manifests, plans, newest, rejected, notes)
+            with self._status_page(path):
+                ended, blobs = self._conduct(journal, manifests, plans, newest, rejected, notes)
             values = _unpickled(blobs)
             status = ended.status
         except KeyboardInterrupt:
@@ -228,6 +229,33 @@ class _Run:
                 self.job_file.set_run(self.run_id)
         _raise_if_failed(ended)
         return Result(values, self.run_id, str(path), figures)
+
+    @contextlib.contextmanager
+    def _status_page(self, path: Path) -> Iterator[None]:
+        """The live page, where it is wanted; its link is printed, and in a file of this user alone while it is up."""
+        settings = self.settings
+        if settings.status_port is None:
+            yield
+            return
+        from elastic_spark.status import StatusPage
+
+        link = self.work / "status-link"
+        try:
+            page = StatusPage(path, self.name, host=settings.status_host, port=settings.status_port)
+        except OSError as error:
+            place = f"{settings.status_host}:{settings.status_port}"
+            print(f"elastic_spark: no live status at {place}: {error}", file=sys.stderr)
+            yield
+            return
+        link.unlink(missing_ok=True)
+        link.touch(mode=0o600)
+        link.write_text(page.url + "\n")
+        print(f"elastic_spark: live status at {page.url}", file=sys.stderr)
+        try:
+            yield
+        finally:
+            page.close()
+            link.unlink(missing_ok=True)
 
     def _freeze(self, before: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
         """The data in its order. ``before``: what the checkpoint to go on from notes of it; lanes are taken from there,

@@ -9,19 +9,16 @@ and one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage. `r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 import sys
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic_spark.config import JobConfig
 from elastic_spark.errors import ConfigError, ElasticSparkError, EnvironmentUnfit, JobCancelled, NotEnoughWorkers
+from elastic_spark.flags import Asked, as_arguments, as_yaml, asked, job_options
 
 
 class _Commands(click.Group):
@@ -86,15 +83,6 @@ def hosts(members_path: Path | None, script: Path | None) -> None:
     click.echo(host_lines(members_path, lambda warning: click.echo(f"warning: {warning}", err=True)), nl=False)
 
 
-#: Horovod's other names of our options.
-_ALSO = {
-    "num_proc": ["-np"],
-    "min_num_proc": ["--min-np"],
-    "max_num_proc": ["--max-np"],
-    "nics": ["--network-interfaces"],
-    "resume": ["--from"],
-}
-
 _EXIT_CODES = """\b
 Exit codes:
   0  finished
@@ -104,49 +92,12 @@ Exit codes:
   4  cancelled: Ctrl-C, SIGTERM, or the SparkContext was stopped"""
 
 
-def _config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """One flag for each field of `JobConfig`: names, types and help have one source."""
-    hints = typing.get_type_hints(JobConfig)
-    told: dict[str, str] = {}
-    for names, words in re.findall(r"^ {8}([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {12}.+)*)", JobConfig.__doc__ or "", re.M):
-        told |= dict.fromkeys(names.split(", "), " ".join(words.split()))
-    for item in reversed(dataclasses.fields(JobConfig)):
-        kinds = [kind for kind in typing.get_args(hints[item.name]) if kind is not type(None)] or [hints[item.name]]
-        flag, kind = "--" + item.name.replace("_", "-"), kinds[0]
-        flags = [flag, *_ALSO.get(item.name, []), item.name]
-        if kind is bool:
-            option = click.option(f"{flag}/--no-{flag[2:]}", default=None, help=told.get(item.name))
-        elif kind in (int, float, str):
-            option = click.option(*flags, type=kind, help=told.get(item.name))
-        else:  # nics: names; env: NAME=VALUE
-            metavar = "NAME=VALUE" if item.name == "env" else "NAME"
-            option = click.option(*flags, multiple=True, metavar=metavar, help=told.get(item.name))
-        command = option(command)
-    return command
-
-
-def _job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What `run` and `resume` take."""
-    options: list[Callable[[Callable[..., None]], Callable[..., None]]] = [
-        click.argument("function", metavar="FUNCTION_OR_FILE"),
-        click.option("--master", help="Spark master; default: what spark-submit or the Spark configuration says."),
-        click.option("--conf", multiple=True, metavar="NAME=VALUE", help="A setting of Spark. May be repeated."),
-        click.option("--data", multiple=True, metavar="NAME=URI", help="A data set as Parquet. May be repeated."),
-        click.option("--arg", multiple=True, metavar="NAME=VALUE", help="An argument of the function, as YAML."),
-        click.option(
-            "--config", "--config-file", "file", type=click.Path(exists=True, dir_okay=False), help="Options as YAML."
-        ),
-        click.option("--set", "sets", multiple=True, metavar="NAME=VALUE", help="Any option by name, as YAML: a.b=c."),
-        click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the spark-submit line."),
-        _config_options,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_master = click.option("--master", help="Spark master; default: what spark-submit or the Spark configuration says.")
 
 
 @main.command(epilog=_EXIT_CODES)
-@_job_options
+@_master
+@job_options
 def run(**given: Any) -> None:
     """Train a function as an elastic job: module:function, or FILE.py:function.
 
@@ -158,7 +109,8 @@ def run(**given: Any) -> None:
 
 
 @main.command(epilog=_EXIT_CODES)
-@_job_options
+@_master
+@job_options
 def resume(**given: Any) -> None:
     """Go on with a job that was lost, failed or cancelled, from its newest valid checkpoint, or from what --from names.
 
@@ -169,33 +121,96 @@ def resume(**given: Any) -> None:
         _run("resume", given)
 
 
+@main.command(
+    epilog="""\b
+Exit codes:
+  0  every promise was kept under every blow
+  1  one was broken, or the job failed
+  2  wrong usage, configuration or surroundings
+  3  not enough workers came in time
+  4  cancelled
+  5  the job ended before all blows had fallen: give it more epochs, or fewer --blows"""
+)
+@click.option("--blows", type=click.IntRange(min=1), default=5, show_default=True, help="How many faults and joins.")
+@click.option("--churn-seed", type=int, default=0, show_default=True, help="Decides which, and when.")
+@click.option("--every", type=click.IntRange(min=1), default=20, show_default=True, help="Mean steps between two.")
+@click.option("--machines", type=click.IntRange(min=2), default=3, show_default=True, help="Machines to start with.")
+@job_options
+def chaos(blows: int, churn_seed: int, every: int, machines: int, **given: Any) -> None:
+    """Try a function on a Spark cluster on this machine that loses and gains workers, executors and machines.
+
+    The function and its options are as for `run`; tracking is off unless --tracking says otherwise. The cluster is a
+    real one, with one core for each machine; it is there for this command alone.
+    """
+    from elastic_spark.testing.churn import schedule
+
+    with _exit_codes():
+        schedule_of_blows = schedule(churn_seed, blows, machines, machines + 1, every)
+        options = {"tracking": False, "num_proc": machines, "max_num_proc": machines + 1, "min_num_proc": 1}
+        request = asked({**given, "master": None}, options)
+        if given["dry_run"]:
+            for blow in schedule_of_blows:
+                click.echo(f"after {blow.after_steps:>4} steps: {blow.kind}")
+            click.echo(as_yaml(request.settings.public()), nl=False)
+            return
+        _chaos(request, schedule_of_blows, machines)
+
+
+def _chaos(request: Asked, blows: Sequence[Any], machines: int) -> None:
+    import time
+
+    from elastic_spark.report import render_text
+    from elastic_spark.testing.chaos import chaos as try_out
+
+    options = {
+        **{"job_name": f"chaos-{time.strftime('%Y%m%d-%H%M%S')}", "work_dir": request.settings.work_dir},
+        **request.options,
+        **{"config": request.file, "kwargs": request.arguments, "data": request.data or None},
+    }
+    if request.settings.job_name:
+        options["job_name"] = request.settings.job_name
+    told = try_out(
+        request.function, blows, machines, options, conf=request.conf, say=lambda text: click.echo(text, err=True)
+    )
+    if told.summary:
+        click.echo(render_text(told.summary))
+    click.echo(f"{told.struck} of {told.due} blows fell")
+    for promise, kept in told.promises.items():
+        click.echo(f"{'kept  ' if kept else 'BROKEN'}  {promise}")
+    if told.error is not None:
+        raise told.error
+    if not told.held:
+        sys.exit(1)
+    if told.struck < told.due:
+        click.echo("The job ended before all blows had fallen: nothing is shown by that.", err=True)
+        sys.exit(5)
+
+
 def _run(command: str, given: dict[str, Any]) -> None:
     from elastic_spark import runner
 
-    flags = {item.name: given[item.name] for item in dataclasses.fields(JobConfig)}
-    flags["nics"] = tuple(name for names in flags["nics"] for name in names.split(",")) or None
-    flags["env"] = _pairs("--env", flags["env"]) or None
-    options = _nested(given["sets"])
-    if flags["env"] and isinstance(options.get("env"), dict):
-        flags["env"] = {**options["env"], **flags["env"]}
-    options.update({name: value for name, value in flags.items() if value is not None})
-    settings = JobConfig.resolve(given["file"], **options)  # a wrong option is told before Spark starts
-    data, conf = _pairs("--data", given["data"]), _pairs("--conf", given["conf"])
-    arguments = {name: _yaml(value) for name, value in _pairs("--arg", given["arg"]).items()}
-    function = runner.load_function(given["function"])
-    if command == "resume" and settings.resume is None:
-        runner.require_unfinished(settings)
+    request = asked(given)
+    if command == "resume" and request.settings.resume is None:
+        runner.require_unfinished(request.settings)
     if given["dry_run"]:
-        words = [command, given["function"], *_as_arguments(given)]
-        click.echo(f"# {runner.submit_line(given['master'], conf, words)}\n{_as_yaml(settings.public())}", nl=False)
+        words = [command, given["function"], *as_arguments(given)]
+        line = runner.submit_line(given["master"], request.conf, words)
+        click.echo(f"# {line}\n{as_yaml(request.settings.public())}", nl=False)
         return
 
     import elastic_spark
     from elastic_spark.report import render_text
 
-    session = runner.session(given["master"], f"elastic_spark {settings.job_name or given['function']}", conf)
+    name = request.settings.job_name or given["function"]
+    session = runner.session(given["master"], f"elastic_spark {name}", request.conf)
     try:
-        result = elastic_spark.run(function, kwargs=arguments, data=data or None, config=given["file"], **options)
+        result = elastic_spark.run(
+            request.function,
+            kwargs=request.arguments,
+            data=request.data or None,
+            config=request.file,
+            **request.options,
+        )
     finally:
         session.stop()
     for rank, value in enumerate(result):
@@ -216,60 +231,6 @@ def _exit_codes() -> Iterator[None]:
         click.echo(f"Error: {error}", err=True)
         codes = {ConfigError: 2, EnvironmentUnfit: 2, NotEnoughWorkers: 3, JobCancelled: 4}
         sys.exit(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
-
-
-def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    for text in given:
-        if not text.partition("=")[1] or not text.partition("=")[0]:
-            raise click.UsageError(f"{option} {text!r}: expected NAME=VALUE")
-    return {text.partition("=")[0]: text.partition("=")[2] for text in given}
-
-
-def _nested(given: Sequence[str]) -> dict[str, Any]:
-    """``a.b=c`` as ``{"a": {"b": "c"}}``; values are read as YAML."""
-    options: dict[str, Any] = {}
-    for name, value in _pairs("--set", given).items():
-        *path, last = name.split(".")
-        place = options
-        for part in path:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise click.UsageError(f"--set {name}={value}: {part!r} is given as a single value, too")
-        place[last] = _yaml(value)
-    return options
-
-
-def _as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The options again, without those that ``spark-submit`` takes itself and with no secret of ``env``."""
-    words: list[str] = []
-    for name, value in given.items():
-        if name in ("function", "master", "conf", "dry_run") or value in (None, ()):
-            continue
-        flag = "--" + {"sets": "set", "file": "config"}.get(name, name).replace("_", "-")
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, bool):
-                words.append(flag if item else f"--no-{flag[2:]}")
-            else:
-                secret = name == "env" or (name == "sets" and item.startswith("env."))
-                words += [flag, f"{item.partition('=')[0]}=HIDDEN" if secret else str(item)]
-    return words
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise click.UsageError(f"{text!r} cannot be read as YAML: {error}") from error
-
-
-def _as_yaml(options: Mapping[str, Any]) -> str:
-    import yaml
-
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-    text: str = yaml.safe_dump(plain, sort_keys=False)
-    return text
 
 
 @main.command()

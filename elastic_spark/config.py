@@ -68,6 +68,9 @@ class JobConfig:
         tracking_uri, experiment, run_name: MLflow; default: what MLflow itself is set to, else SQLite in the current
             directory. tracking: False switches MLflow off.
         verbose: 0 nothing, 1 progress, 2 also the workers' output.
+        status_port: a live page on the driver, and /metrics for Prometheus, at this port; 0: a free one; default: none.
+            The link is printed and holds a token. status_host: the interface, as a name or address; loopback unless
+            said otherwise.
     """
 
     num_proc: int | None = None
@@ -102,6 +105,8 @@ class JobConfig:
     experiment: str | None = None
     run_name: str | None = None
     verbose: int = 1
+    status_port: int | None = None
+    status_host: str = "127.0.0.1"
 
     @classmethod
     def resolve(cls, file: str | Path | None = None, **options: Any) -> JobConfig:
@@ -135,6 +140,8 @@ class JobConfig:
         for name in ("start_timeout", "elastic_timeout", "frozen_after_s", "rpo_target_s", "ckpt_budget"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be positive")
+        if self.status_port is not None and not 0 <= self.status_port < 65536:
+            raise ConfigError(f"status_port={self.status_port}: must be a port, or 0 for a free one")
         if self.frozen_after_s < SHORTEST_FROZEN_S:
             raise ConfigError(
                 f"frozen_after_s={self.frozen_after_s}: signs of life come every 0.5 s, so it must be at least "

@@ -22,7 +22,8 @@ from elastic_spark.errors import EnvironmentUnfit
 WIDTH, LEFT, RIGHT, ROW = 960, 150, 20, 18
 #: Bars and table lines that a page shows at most.
 MOST_BARS, MOST_LINES = 150, 1000
-_QUIET = (ev.StepsCommitted, ev.MetricsReported, ev.WorkerOutput)
+#: Events that come by the second: in the curves, not in the table.
+QUIET = (ev.StepsCommitted, ev.MetricsReported, ev.WorkerOutput)
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --faint: #d7dce2; --soft: #5b6570; --bar: #2f6fb0;
@@ -36,7 +37,8 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; pad
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; } th { font-weight: 600; white-space: nowrap; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .bad { color: var(--bad); font-weight: 600; } .ok { color: var(--ok); } .soft { color: var(--soft); }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
+.wide, .chart { overflow-x: auto; } .wide td { overflow-wrap: break-word; } td.mark { white-space: nowrap; }
+svg { max-width: 100%; min-width: 640px; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
 svg .soft { fill: var(--soft); } svg .axis { stroke: var(--faint); } svg .line { fill: none; stroke: var(--bar);
   stroke-width: 1.6; } svg .change { stroke: var(--soft); stroke-dasharray: 3 3; }
 svg :focus { outline: 3px solid var(--mark); } summary:focus-visible, .wide:focus-visible {
@@ -48,9 +50,23 @@ svg :focus { outline: 3px solid var(--mark); } summary:focus-visible, .wide:focu
 def render_html(events: Iterable[ev.Event], title: str) -> str:
     """The page. ``events`` is the log, in order; an empty one gives a page that says so."""
     log = list(events)
-    summary, story = summarise(log), timeline(log)
+    return render_document(title, render_story(summarise(log), timeline(log), log))
+
+
+def render_document(title: str, story: str, head: str = "", before: str = "", after: str = "") -> str:
+    """A whole page around the markup of `render_story`; ``head``, ``before`` and ``after`` are markup, too."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style>{head}</head>\n<body><main>\n<h1>{_text(title)}</h1>"
+        f'{before}\n<div id="story">{story}</div>\n</main>{after}</body></html>\n'
+    )
+
+
+def render_story(summary: Mapping[str, Any], story: Timeline, log: Sequence[ev.Event]) -> str:
+    """What a page says below its title. ``log``: the events to list, of which those that come by the second are left
+    out."""
     parts = [
-        f"<h1>{_text(title)}</h1>",
         f'<p class="soft">{_text(_when(summary))}</p>',
         "<h2>Verdict</h2>",
         _verdict_table(summary),
@@ -68,13 +84,7 @@ def render_html(events: Iterable[ev.Event], title: str) -> str:
         "<h2>Events</h2>",
         _events_table(log, story.begin),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(parts)
-        + "\n</main></body></html>\n"
-    )
+    return "\n".join(parts)
 
 
 def render_text(summary: Mapping[str, Any]) -> str:
@@ -142,7 +152,7 @@ def _verdict_table(summary: Mapping[str, Any]) -> str:
     rows = []
     for label, text, mark in verdict(summary):
         sign = {"ok": '<span class="ok">\u2713 ok</span>', "bad": '<span class="bad">\u2717 look</span>'}.get(mark, "")
-        rows.append(f'<tr><th scope="row">{label}</th><td>{_text(text)}</td><td>{sign}</td></tr>')
+        rows.append(f'<tr><th scope="row">{label}</th><td>{_text(text)}</td><td class="mark">{sign}</td></tr>')
     return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -189,7 +199,7 @@ def _checkpoints_table(summary: Mapping[str, Any], begin: float) -> str:
 
 
 def _events_table(log: Sequence[ev.Event], begin: float) -> str:
-    told = [event for event in log if not isinstance(event, _QUIET)]
+    told = [event for event in log if not isinstance(event, QUIET)]
     rows = []
     for event in told[:MOST_LINES]:
         fields = {
@@ -292,7 +302,7 @@ def _speed_svg(story: Timeline) -> str:
         f"{'M' if i == 0 else 'L'}{x(begin)} {_y(value, top, height)}L{x(end)} {_y(value, top, height)}"
         for i, (begin, end, value) in enumerate(story.speed)
     )
-    edges = [*story.sizes[1:], (story.end, 0)]
+    edges = [*story.sizes[1:], (story.end, 0)][: len(story.sizes)]
     sizes = "".join(
         f"{'M' if i == 0 else 'L'}{x(at)} {_y(n, most, height)}L{x(until)} {_y(n, most, height)}"
         for i, ((at, n), (until, _)) in enumerate(zip(story.sizes, edges, strict=True))
@@ -348,7 +358,7 @@ def _hatch() -> str:
 
 def _svg(height: int, content: str, words: str) -> str:
     box = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    return f'<svg {box} role="group" aria-label="{_text(words)}">{content}</svg>'
+    return f'<div class="chart"><svg {box} role="group" aria-label="{_text(words)}">{content}</svg></div>'
 
 
 def _text(value: object) -> str:

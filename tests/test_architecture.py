@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ PUBLIC_NAMES = [
     *("JobConfig", "LaneSampler", "Result", "freeze", "run"),
 ]
 
-COMMANDS = ["build-horovod", "checkpoints", "doctor", "hosts", "report", "resume", "run"]
+COMMANDS = ["build-horovod", "chaos", "checkpoints", "doctor", "hosts", "report", "resume", "run"]
 
 
 def tracked_files() -> list[Path]:
@@ -43,6 +44,30 @@ def test_commands() -> None:
     from elastic_spark.cli import main
 
     assert sorted(main.commands) == COMMANDS
+
+
+def frozen_names() -> list[str]:
+    """What others write down or store: options with their defaults, events with their fields, as lines."""
+    from elastic_spark.config import JobConfig
+    from elastic_spark.core import events as ev
+
+    def fields(kind: type) -> list[str]:
+        return [item.name for item in dataclasses.fields(kind)]
+
+    options = [f"option {item.name} = {item.default!r}" for item in dataclasses.fields(JobConfig)]
+    events = [
+        f"event {name}: {' '.join(fields(kind))}"
+        for name, kind in vars(ev).items()
+        if kind in ev.Event._classes.values()
+    ]
+    return sorted(options + events)
+
+
+def test_options_and_events_change_on_purpose_only() -> None:
+    """Scripts hold the options, logs the events: an old one must still be understood. What is new gets a line here."""
+    kept = (ROOT / "tests" / "goldens" / "public.txt").read_text().splitlines()
+    now = frozen_names()
+    assert [f"+ {line}" for line in now if line not in kept] + [f"- {line}" for line in kept if line not in now] == []
 
 
 @pytest.mark.parametrize(
@@ -79,6 +104,18 @@ def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
 
 def test_no_tracked_file_is_large() -> None:
     assert [path.name for path in tracked_files() if path.stat().st_size > 1_000_000] == []
+
+
+def test_the_messages_in_the_readme_are_ours() -> None:
+    """Who looks a message up finds it: each part of it, between the dots for what differs, stands in the source."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = readme.partition("## When something is wrong")[2].partition("\n## ")[0].splitlines()
+    quoted = [match[1] for row in rows if (match := re.match(r"\| `([^`]+)`", row))]
+    assert len(quoted) > 10
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "elastic_spark").rglob("*.py"))
+    parts = [(text, part.strip(" ,:")) for text in quoted for part in re.split(r"'x'|\.\.|:", text)]
+    pythons_own = "No module named elastic_spark"
+    assert [text for text, part in parts if part not in source and text != pythons_own] == []
 
 
 def test_every_module_says_what_it_is() -> None:

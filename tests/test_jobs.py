@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 
 from elastic_spark.core import events as ev
 from elastic_spark.testing import StandaloneCluster
-from jobs import demo, train_flights
+from elastic_spark.testing.session import spark_home
+from jobs import demo, train_characters, train_flights
 
 JOBS = Path(train_flights.__file__).parent
 TRAIN_ROWS, VAL_ROWS = 295_223, 32_123  # together the flights that arrived
@@ -33,6 +37,42 @@ def test_the_main_job_learns_by_spark_submit(tmp_path):
     assert told["val_auc"] > 0.7
     assert told["steps"] == math.ceil(TRAIN_ROWS / 1024) + 1  # the last commit is that of the validation
     assert demo.finished_runs(f"sqlite:///{tmp_path}/mlflow.db", "flights") == [("FINISHED", True)]
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_driver_is_resumed_and_the_images_are_learnt(tmp_path):
+    done = subprocess.run(
+        [sys.executable, JOBS / "resume.py", "--work-dir", tmp_path, "--epochs", "25"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "all as promised" in done.stdout
+    accuracy = float(re.search(r"images: ([\d.]+)%", done.stdout)[1])
+    assert accuracy > 90
+
+
+@pytest.mark.timeout(200)
+def test_the_characters_are_learnt_by_spark_submit(tmp_path):
+    options = ["--characters", "60000", "--epochs", "2", "--global-batch", "32", "--work-dir", str(tmp_path)]
+    options += ["--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    command = ["--master", "local[2]", "--conf", "spark.ui.enabled=false", "--conf", "spark.driver.host=127.0.0.1"]
+    done = subprocess.run(
+        [spark_home() / "bin" / "spark-submit", *command, JOBS / "train_characters.py", *options],
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"run_id"')))
+    windows = 59_999 // train_characters.WINDOW
+    assert (told["rows_once"], told["rows_twice"], told["rows_never"]) == (2 * windows, 0, 0)
+    assert told["bits_per_character"] < 5.2, "by chance it would be 6.6"
+    assert told["sample"].startswith("The ")
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.lists(st.integers(0, 5), min_size=1, max_size=20))

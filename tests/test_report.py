@@ -118,6 +118,8 @@ def test_empty_and_odd_logs():
     ]
     page = Page(render_html(log, "odd"))
     assert "Too few steps for a chart." in page.said()
+    steps = ev.StepsCommitted(at=6.0, generation=1, first_step=1, times=(5.0, 6.0), rows=8)
+    assert "Too few" not in render_html([steps], "steps of a world that the log does not tell of")
     assert any("never a member, there to the end" in a.get("aria-label", "") for _, a in page.elements)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_spark.core import events as ev
+
+_Point = tuple[float, ...]
 
 
 @dataclass
@@ -36,35 +38,96 @@ class Timeline:
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
 
-def timeline(events: Iterable[ev.Event], bins: int = 120) -> Timeline:
-    """What a log says, with the speed as the mean over ``bins`` equal stretches of time."""
-    out = Timeline()
-    bars: dict[str, Bar] = {}
-    commits: list[tuple[float, float]] = []
-    rows = 0
-    first = True
-    for event in events:
-        out.begin = event.at if first else min(out.begin, event.at)
-        out.end = event.at if first else max(out.end, event.at)
-        first = False
+class Story:
+    """The timeline, event by event; `result` may be asked at any time.
+
+    Args:
+        most: commits, marks and points of a metric that are kept, about; None: all. Beyond it commits and points are
+            put together, so that the curves grow coarser instead of longer, and the oldest marks go.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._out = Timeline()
+        self._bars: dict[str, Bar] = {}
+        self._commits = _Curve(most, lambda a, b: (max(a[0], b[0]), a[1] + b[1], a[2] + b[2]))
+        self._series: dict[str, _Curve] = {}
+        self._rows = 0
+        self._first = True
+
+    def add(self, event: ev.Event) -> None:
+        """Takes in the next event of the log."""
+        out = self._out
+        out.begin = event.at if self._first else min(out.begin, event.at)
+        out.end = event.at if self._first else max(out.end, event.at)
+        self._first = False
         if isinstance(event, ev.StepsCommitted):
-            rows += event.rows
-            commits += [(at, event.rows / len(event.times)) for at in event.times]
+            self._rows += event.rows
+            for at in event.times:
+                self._commits.add((at, event.rows / len(event.times), 1.0))
         elif isinstance(event, ev.MetricsReported):
             for name, value in event.values.items():
-                out.series.setdefault(name, []).append((event.step, float(value)))
+                curve = self._series.setdefault(name, _Curve(self._most, lambda _, later: later))
+                curve.add((event.step, float(value)))
         elif isinstance(event, ev.GenerationFormed):
             out.sizes.append((event.at, len(event.members)))
             for worker in event.members:
-                bar = bars.setdefault(worker, Bar(worker, "", event.at))
+                bar = self._bars.setdefault(worker, Bar(worker, "", event.at))
                 bar.joined = event.at if bar.joined is None else bar.joined
         else:
-            _live(event, bars)
+            _live(event, self._bars)
         out.marks += [(event.at, *mark) for mark in _mark(event)]
-    out.bars = list(bars.values())
-    out.unit = "rows/s" if rows else "steps/s"
-    out.speed = speed([(at, amount if rows else 1.0) for at, amount in commits], bins)
-    return out
+        if self._most is not None and len(out.marks) > 2 * self._most:
+            del out.marks[: self._most]
+
+    def result(self, bins: int = 120) -> Timeline:
+        """What the log says so far, with the speed as the mean over ``bins`` equal stretches of time."""
+        out = self._out
+        out.bars = list(self._bars.values())
+        out.unit = "rows/s" if self._rows else "steps/s"
+        commits = self._commits.items()
+        out.speed = speed([(at, rows if self._rows else steps) for at, rows, steps in commits], bins)
+        out.series = {name: [(int(step), value) for step, value in c.items()] for name, c in self._series.items()}
+        return out
+
+
+def timeline(events: Iterable[ev.Event], bins: int = 120) -> Timeline:
+    """What a log says, with the speed as the mean over ``bins`` equal stretches of time."""
+    story = Story()
+    for event in events:
+        story.add(event)
+    return story.result(bins)
+
+
+class _Curve:
+    """Points in order. Past ``2 * most`` of them each stands for twice as many as before, all for equally many; the
+    first stays as it is, for it starts the clock, and the newest is always there.
+
+    ``merge(earlier, later)`` makes one point of two.
+    """
+
+    def __init__(self, most: int | None, merge: Callable[[_Point, _Point], _Point]) -> None:
+        self._most, self._merge = most, merge
+        self._kept: list[_Point] = []
+        self._open: _Point | None = None
+        self._count, self._stride = 0, 1
+
+    def add(self, point: _Point) -> None:
+        if not self._kept:
+            self._kept.append(point)
+            return
+        self._open = point if self._open is None else self._merge(self._open, point)
+        self._count += 1
+        if self._count == self._stride:
+            self._kept.append(self._open)
+            self._open, self._count = None, 0
+        if self._most is not None and len(self._kept) > 2 * self._most:
+            pairs = zip(self._kept[1::2], self._kept[2::2], strict=True)
+            self._kept[1:] = [self._merge(earlier, later) for earlier, later in pairs]
+            self._stride *= 2
+
+    def items(self) -> list[_Point]:
+        return [*self._kept, *([] if self._open is None else [self._open])]
 
 
 def _live(event: ev.Event, bars: dict[str, Bar]) -> None:

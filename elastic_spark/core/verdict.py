@@ -15,15 +15,15 @@ Line = tuple[str, str, str]
 
 
 def verdict(summary: Mapping[str, Any]) -> list[Line]:
-    """The lines for a summary of `core.metrics`."""
+    """The lines for a summary of `core.metrics`, what matters first: MLflow shows four, and the rest on demand."""
     return [
         ("status", _status(summary), {"FINISHED": "ok", "FAILED": "bad", "KILLED": "bad"}.get(summary["status"], "")),
+        ("rows", _rows(summary), "bad" if summary["rows_twice"] or summary["rows_never"] else "ok"),
+        ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
+        ("pause at a change", _pauses(summary), ""),
         ("workers", _sizes(summary["world_sizes"]), ""),
         ("changes", _changes(summary["changes"]), ""),
-        ("rows", _rows(summary), "bad" if summary["rows_twice"] or summary["rows_never"] else "ok"),
-        ("pause at a change", _pauses(summary), ""),
         ("steps", f"{summary['steps']:,}", ""),
-        ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
         ("guard", _guard(summary), "bad" if summary["guard_alarms"] else "ok"),
         ("goodput", "-" if summary["goodput"] is None else f"{summary['goodput']:.1%} of the ideal rate", ""),
         ("waiting for data", _waiting(summary["data_wait_fraction"]), ""),

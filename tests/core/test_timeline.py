@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_spark.core import events as ev
-from elastic_spark.core.timeline import Bar, speed, thin, timeline
+from elastic_spark.core.timeline import Bar, Story, speed, thin, timeline
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "churn.jsonl"
 
@@ -95,3 +95,27 @@ def test_a_recorded_log():
     assert len(story.bars) == 7
     assert story.unit == "rows/s"
     assert {bar.end for bar in story.bars} == {"lost", "left"}
+
+
+def test_a_long_story_stays_small_and_tells_the_same():
+    """Put together: the total, the ends and the mean speed stay; only the curve is coarser."""
+    short, whole = Story(most=64), Story()
+    for i in range(10_000):
+        at = float(i)
+        for event in (
+            ev.StepsCommitted(at=at, generation=1, first_step=i + 1, times=(at,), rows=10),
+            ev.MetricsReported(at=at, step=i + 1, values={"loss": 1 / (i + 1)}),
+            ev.CheckpointWritten(at=at, step=i, uri="u", digest="d", bytes=1, seconds=0.1, world_size=2),
+        ):
+            short.add(event)
+            whole.add(event)
+    few, all_ = short.result(bins=5), whole.result(bins=5)
+    assert len(short._commits.items()) <= 130
+    assert 60 < len(few.series["loss"]) <= 130
+    assert few.series["loss"][-1] == all_.series["loss"][-1] == (10_000, 1 / 10_000)
+    assert len(few.marks) <= 128
+    assert few.marks[-1] == all_.marks[-1]
+    assert (few.speed[0][0], few.speed[-1][1]) == (all_.speed[0][0], all_.speed[-1][1])
+    total = sum((end - begin) * value for begin, end, value in few.speed)
+    assert total == pytest.approx(sum((end - begin) * value for begin, end, value in all_.speed))
+    assert [value for _, _, value in few.speed] == pytest.approx([10.0] * 5, rel=0.15)

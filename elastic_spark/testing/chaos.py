@@ -1,0 +1,211 @@
+"""``elastic-spark chaos``: a training function on a real cluster that is broken under it, and a verdict.
+
+The job runs as any other, in the calling thread; a second thread follows its event log, and strikes each blow of a
+`churn.schedule` when the steps for it are committed and a world of at least two runs. Everything that the verdict says
+is read from the log afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_spark.core import events as ev
+from elastic_spark.core.metrics import summarise
+from elastic_spark.errors import ElasticSparkError
+from elastic_spark.testing.churn import Blow
+from elastic_spark.testing.cluster import StandaloneCluster
+
+LOOK_S, LEAVE_S = 0.1, 20.0
+
+
+@dataclass
+class Outcome:
+    """What became of it. ``promises``: in words, and whether it was kept; ``struck`` of ``due`` blows fell."""
+
+    due: int
+    struck: int = 0
+    error: ElasticSparkError | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    promises: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def held(self) -> bool:
+        return all(self.promises.values())
+
+
+def chaos(
+    function: Callable[..., Any],
+    blows: Sequence[Blow],
+    machines: int,
+    options: Mapping[str, Any],
+    *,
+    conf: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Outcome:
+    """Run ``function`` under ``blows`` on a cluster of ``machines`` with one core each.
+
+    Args:
+        options: of `elastic_spark.run`; ``job_name`` and ``work_dir`` must be among them.
+        conf: further settings of Spark.
+        say: called with a line for each blow, from another thread.
+    """
+    from elastic_spark.api import run
+
+    log = Path(options["work_dir"]).absolute() / options["job_name"] / "events.jsonl"
+    outcome = Outcome(len(blows))
+    with StandaloneCluster(workers=machines) as cluster:
+        cluster.session("elastic_spark chaos", **conf)
+        churn = _Churn(cluster, log, blows, say)
+        churn.start()
+        try:
+            run(function, **options)
+        except ElasticSparkError as error:
+            outcome.error = error
+        finally:
+            churn.end()
+        events = _read(log)
+        outcome.struck, outcome.summary = churn.struck, summarise(events)
+        outcome.promises = {**_promises(events, outcome.summary), **_nothing_left(cluster, events)}
+        if churn.failure is not None:
+            raise churn.failure
+    return outcome
+
+
+class _Churn(threading.Thread):
+    """Strikes blow after blow until the job ends."""
+
+    def __init__(
+        self, cluster: StandaloneCluster, log: Path, blows: Sequence[Blow], say: Callable[[str], None]
+    ) -> None:
+        super().__init__(name="elastic_spark churn", daemon=True)
+        self._cluster, self._log, self._blows, self._say = cluster, log, blows, say
+        self._over = threading.Event()
+        self.struck = 0
+        self.failure: Exception | None = None
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        try:
+            since = 0
+            while self.struck < len(self._blows):
+                blow = self._blows[self.struck]
+                seen = self._wait(since + blow.after_steps)
+                if seen is None:
+                    return
+                told = self._strike(blow, seen)
+                if told:  # else the victim went by itself in this moment: the next one, then
+                    since = seen.commits
+                    self.struck += 1
+                    self._say(f"blow {self.struck} of {len(self._blows)} at step {seen.step:,}: {told}")
+        except Exception as failure:  # a defect here must not end as a verdict about the job
+            self.failure = failure
+
+    def _wait(self, commits: int) -> _Seen | None:
+        """Until so many commits are made and a world of two runs, or None when the job has ended."""
+        while not self._over.wait(LOOK_S):
+            seen = _Seen.of(_read(self._log))
+            if seen.commits >= commits and len(seen.world) >= 2:
+                return seen
+        return None
+
+    def _strike(self, blow: Blow, seen: _Seen) -> str | None:
+        """What was done, in words; None where the victim was gone already."""
+        cluster = self._cluster
+        if blow.kind == "add machine":
+            return f"{cluster.add_worker().name} comes"
+        victim = seen.world[int(blow.pick * len(seen.world))]
+        executor = next((item for item in cluster.executors() if item.id == victim.executor), None)
+        machine = next((item for item in cluster.workers if executor and item.name == executor.worker), None)
+        if executor is None or machine is None:
+            return None
+        try:
+            if blow.kind == "kill worker":
+                os.kill(victim.pid, signal.SIGKILL)
+                return f"kill -9 of the process of {victim.worker}"
+            if blow.kind == "kill executor":
+                cluster.kill_executor(executor.id)
+                return f"kill -9 of executor {executor.id}, which hosts {victim.worker}"
+        except (LookupError, ProcessLookupError):
+            return None
+        if blow.kind == "decommission":
+            cluster.decommission(machine)
+            return f"{machine.name}, which hosts {victim.worker}, will go: a spot notice"
+        cluster.remove_worker(machine)
+        return f"{machine.name}, which hosts {victim.worker}, is gone"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a log says now: commits made, the newest step, and the members of the world if it runs."""
+
+    commits: int
+    step: int
+    world: tuple[ev.WorkerSpawned, ...]
+
+    @classmethod
+    def of(cls, events: Sequence[ev.Event]) -> _Seen:
+        commits = step = 0
+        spawned: dict[str, ev.WorkerSpawned] = {}
+        formed: tuple[str, ...] = ()
+        runs = False
+        for event in events:
+            if isinstance(event, ev.StepsCommitted):
+                commits, step = commits + len(event.times), event.first_step + len(event.times) - 1
+            elif isinstance(event, ev.WorkerSpawned):
+                spawned[event.worker] = event
+            elif isinstance(event, ev.GenerationFormed):
+                formed, runs = event.members, False
+            elif isinstance(event, ev.GenerationRunning):
+                runs = True
+            elif isinstance(event, (ev.GenerationEnding, ev.JobFinished)):
+                runs = False
+            elif isinstance(event, (ev.WorkerLost, ev.WorkerDraining, ev.WorkerLeft)):
+                formed = tuple(worker for worker in formed if worker != event.worker)
+        world = tuple(spawned[worker] for worker in formed if worker in spawned)
+        return cls(commits, step, world if runs else ())
+
+
+def _read(log: Path) -> list[ev.Event]:
+    if not log.exists():
+        return []
+    with log.open(encoding="utf-8") as lines:
+        return list(ev.read_log(lines))
+
+
+def _promises(events: Sequence[ev.Event], summary: Mapping[str, Any]) -> dict[str, bool]:
+    """The guarantees that a log can show, in words, and whether each was kept."""
+    once = f"each row once an epoch: {summary['rows_once']:,} once, {summary['rows_twice']:,} twice, "
+    once += f"{summary['rows_never']:,} never"
+    out = {f"the job finished: {summary['status']} {summary['error'][:300]}".rstrip(): summary["status"] == "FINISHED"}
+    if summary["datasets"]:
+        out[once] = not summary["rows_twice"] and not summary["rows_never"]
+    if any(change["restored_from"] for change in summary["changes"]):
+        out["a checkpoint was there when all workers were lost"] = True
+    else:
+        out[f"no committed step was lost: {summary['steps_lost']:,} were undone"] = not summary["steps_lost"]
+    failed = [event for event in events if isinstance(event, ev.UserFailed)]
+    out[f"no fault was taken for one of the function: {len(failed)} were"] = not failed
+    return out
+
+
+def _nothing_left(cluster: StandaloneCluster, events: Sequence[ev.Event]) -> dict[str, bool]:
+    """Whether the workers' processes end with the job."""
+    pids = {event.pid for event in events if isinstance(event, ev.WorkerSpawned)}
+
+    def living() -> set[int]:
+        return pids & {process.pid for process in cluster.processes()}
+
+    try:
+        cluster.wait_for(lambda: not living(), LEAVE_S, "the workers' end")
+    except TimeoutError:
+        return {f"no process was left behind: {len(living())} were": False}
+    return {"no process was left behind": True}
