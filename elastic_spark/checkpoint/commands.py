@@ -25,7 +25,8 @@ def locate(uri: str) -> tuple[CheckpointStore, str | None]:
 
 def ls(uri: str, *, job_id: str | None = None) -> list[dict[str, Any]]:
     """One row for each attempt, newest first: name, step, status (``complete``, ``unfinished``, ``invalid``), reason
-    (why it is none, or why it is suspect), uri, created_unix, bytes, parts, world_size, job_id, run_id, score, digest. Reads manifests only."""
+    (why it is none, or why it is suspect), uri, created_unix, bytes, parts, world_size, job_id, run_id, score, digest.
+    Reads manifests only."""
     store, only = locate(uri)
     rows = [_row(item) for item in store.attempts(job_id)]
     return [row for row in rows if only in (None, row["name"])]
