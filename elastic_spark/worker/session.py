@@ -298,7 +298,8 @@ class _Saver:
         self._store = CheckpointStore(config["checkpoint_uri"])
         self._writer = BackgroundWriter(self._store, self._done)
         self._saved_at: float | None = None
-        self._saved_step = self._planned_step = -1
+        self._saved_step = -1
+        self._planned = (0, 0)  # generation and step of the last plan
         self._cost_s = 0.0
         self._write_s = 0.0
         self._committed_at = time.monotonic()
@@ -321,7 +322,7 @@ class _Saver:
             budget=self._budget,
             write_s=self._write_s,
         )
-        if not (wanted or asked) or state.step < self._planned_step:
+        if not (wanted or asked) or (self.generation, state.step) < self._planned:
             return
         if self._writer.busy:
             if now - self._skipped_at > self._rpo_target_s:
@@ -330,9 +331,9 @@ class _Saver:
             return
         if ranks > 1 and not asked and _bytes(state) >= PARTS_FROM:
             self._saved_at = now
-            self._planned_step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
-            plan = {"type": "plan_parts", "generation": self.generation, "step": self._planned_step}
-            self._channel.send(plan)
+            step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
+            self._planned = (self.generation, step)
+            self._channel.send({"type": "plan_parts", "generation": self.generation, "step": step})
             return
         self._submit(state, reason)
         self._saved_at = now
@@ -341,12 +342,15 @@ class _Saver:
     def write_part(self, state: ElasticState, rank: int, ranks: int) -> None:
         """This rank's share of the state as it is now."""
         now = time.monotonic()
-        self._planned_step = -1
         self._submit(state, "in parts", rank, ranks)
         self._saved_at = self._committed_at = now
         self._cost_s = time.monotonic() - now
 
     def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
+        if self._writer.busy:  # it reads the leased snapshot: that must not be written over
+            reason = "the write before is still under way"
+            self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
+            return
         snapshot, extra = state.for_checkpoint()
         self._memory.lease(snapshot)
         body, tensors = snapshot.body["state"], snapshot.tensors
