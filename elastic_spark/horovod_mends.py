@@ -19,6 +19,8 @@ a worker survive what happens around it; what they cure was observed by killing 
 * *connect-timeout*: a rank that waits for a peer to connect waited five times the Gloo time-out.
 * *interrupt*: ``horovod_interrupt()`` ends every wait of Gloo in this process, inside or outside initialisation, and
   touches no other socket. The next ``hvd.init()`` lifts it.
+* *interface*: the meshes of process sets, of which every job has one, ignored ``HOROVOD_GLOO_IFACE`` and listened where
+  this machine's name leads: often to the loopback, and then workers of different machines never met.
 * *marker*: ``horovod_elastic_spark_mends()`` gives `MENDS_VERSION`; ``horovod_last_init_error()`` the last reason.
 
 The edits quote small parts of Horovod (Apache-2.0) and Gloo (BSD-3-Clause).
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MENDS_VERSION = 2
+MENDS_VERSION = 3
 
 _OPERATIONS = "horovod/common/operations.cc"
 _GLOO_CONTEXT = "horovod/common/gloo/gloo_context.cc"
@@ -442,6 +444,24 @@ void TensorQueue::FinalizeTensorQueue(const Status& status) {
     controller->Initialize();
   }
   tensor_queue.Reopen();
+""",
+    ),
+    # ---- interface
+    Edit(
+        "interface",
+        _GLOO_CONTEXT,
+        """  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+""",
+        """  gloo_iface_ = global_context.gloo_iface_;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
 """,
     ),
     # ---- interrupt: polling of the rendezvous server

@@ -51,7 +51,7 @@ class Pace:
 
 
 class World:
-    """One job under one schedule; see `run`. ``function`` instead of the counting model; ``options`` of the core."""
+    """One job under one schedule; see `run`. ``function`` instead of the counting model; ``host``: the driver's address; ``options`` of the core."""
 
     def __init__(
         self,
@@ -59,10 +59,11 @@ class World:
         folder: Path,
         epochs: int = 12,
         function: Callable[..., Any] | None = None,
+        host: str = "127.0.0.1",
         **options: Any,
     ) -> None:
         self.schedule, self.folder, self.epochs = schedule, folder, epochs
-        self._function, self._options = function, options
+        self._function, self._host, self._options = function, host, options
         self.slow, self.steps_dir = folder / "slow", folder / "steps"
         self.steps_dir.mkdir(parents=True)
         self.slow.touch()
@@ -90,7 +91,7 @@ class World:
                 elastic_timeout=90.0,
                 **self._options,
             ),
-            host="127.0.0.1",
+            host=self._host,
             key=key,
             job_id=f"chaos-{self.schedule.seed}-{os.getpid()}",
             plans={"train": plan},
@@ -182,10 +183,11 @@ class World:
 
     # ----------------------------------------------------------------------------------------------- breaking
 
-    def add_executor(self) -> None:
+    def add_executor(self, *prefix: str) -> None:
+        """``prefix``: a command that runs it, as in a network of its own."""
         number = next(self._numbers)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.executor", "--executor-id", str(number)],
+            [*prefix, sys.executable, "-m", "tests.chaos.executor", "--executor-id", str(number)],
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,
@@ -280,8 +282,8 @@ class World:
 
     def finish(self) -> dict[str, Any]:
         """Refill, let it end, judge."""
-        before = self._newest()
-        self.wait(lambda: self._refill() or self._newest() > before, 60.0, "a step after the last fault")
+        before = self.newest()
+        self.wait(lambda: self._refill() or self.newest() > before, 60.0, "a step after the last fault")
         self.slow.unlink()
         assert self.controller.wait(120.0), f"the job did not end; the last events: {self.events[-8:]}"
         return self._judge()
