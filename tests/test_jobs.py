@@ -42,7 +42,7 @@ def test_the_main_job_learns_by_spark_submit(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_lost_driver_is_resumed_and_the_images_are_learnt(tmp_path):
     done = subprocess.run(
-        [sys.executable, JOBS / "resume.py", "--work-dir", tmp_path, "--epochs", "25"],
+        [sys.executable, JOBS / "resume.py", "--work-dir", tmp_path, "--epochs", "15"],
         capture_output=True,
         text=True,
         timeout=280,

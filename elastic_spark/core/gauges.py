@@ -22,6 +22,8 @@ TABLE = (
     ("steps_committed_total", "counter", "Steps committed, those that were undone later among them."),
     ("rows_committed_total", "counter", "Rows that workers reported to have trained."),
     ("steps_rolled_back_total", "counter", "Committed steps that were undone."),
+    ("data_wait_seconds_total", "counter", "Time that steps waited for rows: of each step, that of the slowest rank."),
+    ("guard_alarms_total", "counter", "Values that the guard did not expect, by kind."),
     ("epoch", "gauge", "The epoch that is trained, from 0."),
     ("steps_per_second", "gauge", "Over the last 10 s of commits."),
     ("rows_per_second", "gauge", "Over the last 10 s of commits."),
@@ -58,10 +60,11 @@ class Gauges:
         self._labelled: dict[str, dict[str, float]] = {"info": {}, "epoch": {}, "metric": {}}
         self._lost: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
+        self._alarms: Counter[str] = Counter()
         self._pauses, self._rates = PauseMeter(), RateMeter()
         self._formed = False
-        for name in ("workers_lost_total", "workers_left_total"):
-            del self._plain[name]
+        for name in ("workers_lost_total", "workers_left_total", "guard_alarms_total"):
+            del self._plain[name]  # these have labels
 
     def add(self, event: ev.Event) -> None:
         """Takes in the next event of the log."""
@@ -93,6 +96,8 @@ class Gauges:
             self._lost[_labels(cause=event.cause)] += 1
         elif isinstance(event, ev.WorkerLeft):
             self._left[_labels(reason=event.reason)] += 1
+        elif isinstance(event, ev.GuardAlarm):
+            self._alarms[_labels(kind=event.kind)] += 1
         elif isinstance(event, ev.CheckpointWritten):
             plain["checkpoint_step"], plain["checkpoint_timestamp_seconds"] = event.step, event.at
 
@@ -102,6 +107,7 @@ class Gauges:
         plain["step"] = event.first_step + len(event.times) - 1
         plain["steps_committed_total"] += len(event.times)
         plain["rows_committed_total"] += event.rows
+        plain["data_wait_seconds_total"] += event.wait_s
         plain["last_commit_timestamp_seconds"] = event.times[-1]
         for dataset, (epoch, _) in event.cursors.items():
             self._labelled["epoch"][_labels(dataset=dataset)] = epoch
@@ -122,6 +128,7 @@ class Gauges:
             **self._labelled,
             "workers_lost_total": self._lost,
             "workers_left_total": self._left,
+            "guard_alarms_total": self._alarms,
         }
         if name in labelled:
             yield from ((name + labels, value) for labels, value in labelled[name].items())

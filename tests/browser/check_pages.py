@@ -34,6 +34,13 @@ from elastic_spark.status import StatusPage
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "churn.jsonl"
 SCREENSHOTS = ROOT / "build" / "screenshots"
+#: Clicks what shows exactly this text; whether it was there.
+CLICK = """
+    const found = [...document.querySelectorAll('*')].find(
+        item => !item.children.length && item.textContent === arguments[0] && item.offsetParent);
+    if (found) found.click();
+    return !!found;
+"""
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +295,9 @@ def test_the_run_in_mlflow_tells_the_verdict(
     wait(browser, lambda b: len(b.find_elements(By.CSS_SELECTOR, "svg.main-svg")) > 9, "charts", 90)
     keep(browser, "mlflow-charts", whole=False)
     browser.get(f"{link}/artifacts")
+    wait(browser, lambda b: "Select a file" in text_of(b, "body"), "the artifacts", 60)
     for name in ("elastic", "report.html"):
-        wait(browser, lambda b, name=name: b.find_elements(By.XPATH, f"//*[text()='{name}']"), name, 60)[0].click()
+        wait(browser, lambda b, name=name: b.execute_script(CLICK, name), name, 60)
     wait(browser, lambda b: b.find_elements(By.TAG_NAME, "iframe"), "the report among the artifacts", 60)
     browser.switch_to.frame(browser.find_element(By.TAG_NAME, "iframe"))
     wait(browser, lambda b: "Workers over time" in text_of(b, "body"), "the report's own text", 60)

@@ -53,6 +53,14 @@ def test_they_agree_with_the_summary():
     assert told["pause_seconds_sum"] == pytest.approx(sum(pauses))
 
 
+def test_waits_and_alarms():
+    steps = ev.StepsCommitted(at=2, generation=1, first_step=1, times=(1, 2), wait_s=0.25)
+    alarm = ev.GuardAlarm(at=3, generation=1, step=2, key="loss", kind="jump", value=9.0, suspect_from=2)
+    told = values([steps, steps, alarm])
+    assert told["data_wait_seconds_total"] == 0.5
+    assert told['guard_alarms_total{kind="jump"}'] == 1
+
+
 def test_nothing_has_happened_yet():
     told = values([])
     assert told["steps_committed_total"] == 0
