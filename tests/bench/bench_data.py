@@ -252,9 +252,10 @@ def main() -> None:
     hvd.init()
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
         out = measure_rows(Path(folder), rows, trials) | measure_resize(Path(folder), trials)
-    out["plan_s"] = statistics.median(measure_plan() for _ in range(trials))
-    figures = {name: float(f"{value:.4g}") for name, value in out.items()}
-    print(json.dumps({"bench": "data", "rows": rows, "batch": BATCH, "trials": trials, **figures}))
+        out["plan_s"] = statistics.median(measure_plan() for _ in range(trials))
+        figures = {name: float(f"{value:.4g}") for name, value in out.items()}
+        print(json.dumps({"bench": "data", "rows": rows, "batch": BATCH, "trials": trials, **figures}), flush=True)
+        # here and not below: threads of other libraries complain about files that are gone
 
 
 if __name__ == "__main__":
