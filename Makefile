@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml .ci/setup elastic_spark/horovod_mends.py elastic_spark/
 # Measurements: each is one script, which says in its docstring what it does and which ARGS it takes.
 bench-recovery: script := bench_recovery.py
 bench-data:     script := bench_data.py
-bench-state:    script := state_store.py
+bench-state:    script := bench_state.py
 bench-kills:    script := horovod_kills.py
 bench-recovery bench-data bench-state bench-kills: setup
 	@$(RUN) python tests/bench/$(script) $(ARGS)

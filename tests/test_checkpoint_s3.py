@@ -198,6 +198,14 @@ def test_a_job_is_held_through_s3_too(store: CheckpointStore) -> None:
     assert (again.job_id, resumed) == (record.job_id, True)
 
 
+def test_a_bucket_that_is_not_there_is_named_and_not_made(server: str) -> None:
+    import s3fs
+
+    with pytest.raises(StorageFailed, match=r"cannot write s3://no-such-bucket/x/.*bucket does not exist"):
+        save(CheckpointStore("s3://no-such-bucket/x"), 1)
+    assert not s3fs.S3FileSystem().exists("no-such-bucket")
+
+
 def test_a_server_that_is_away_is_a_storage_failure(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 

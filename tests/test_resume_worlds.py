@@ -47,18 +47,17 @@ def rank_main(task: dict[str, Any], answer: Any) -> None:
     import torch
 
     import elastic_spark as es
-    from elastic_spark.worker.collective import Assignment
+    from elastic_spark.worker import collective
     from elastic_spark.worker.context import Context
     from elastic_spark.worker.session import WorkerSession, bind
 
-    os.environ.update(task["env"])
     torch.set_num_threads(1)
-    hvd.init()
     told = Told()
-    session = WorkerSession(told, {"worker": f"w{hvd.rank()}", **task["config"]})  # type: ignore[arg-type]
-    session._place = Assignment(1, hvd.rank(), hvd.size(), {}, task["body"])
-    session._generation = 1
+    session = WorkerSession(told, task["config"])  # type: ignore[arg-type]
     bind(session)
+    collective.install(session)
+    session._assignments.put(task["assignment"])
+    hvd.init()
     torch.manual_seed(hvd.rank())  # ranks differ until they are made equal
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = hvd.DistributedOptimizer(
@@ -112,13 +111,22 @@ class Bench:
         try:
             for rank, worker in enumerate(workers):
                 body = {
+                    "memory": False,
                     "lanes": {"train": lanes[worker]},
                     "restore": resumed.uri if resumed else None,
                     "step": resumed.step if resumed else 0,
                     "seed": 0,
                 }
-                config = {"checkpoint_uri": self.store.uri, "rpo_target_s": 1e6, "ckpt_budget": 1.0, "cache_dir": None}
-                task = {"env": world(server, rank, size), "config": config, "body": body, "save_at": save_at}
+                config = {
+                    "worker": worker,
+                    "checkpoint_uri": self.store.uri,
+                    "rpo_target_s": 1e6,
+                    "ckpt_budget": 1.0,
+                    "cache_dir": None,
+                }
+                place = {"type": "assignment", "generation": 1, "rank": rank, "size": size, "body": body}
+                assignment = {**place, "env": world(server, rank, size)}
+                task = {"config": config, "assignment": assignment, "save_at": save_at}
                 task |= {"manifest": self.manifest, "plan": self.plan, "last": last}
                 ours, theirs = self.context.Pipe()
                 process = self.context.Process(target=rank_main, args=(task, theirs))

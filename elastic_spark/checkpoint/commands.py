@@ -24,8 +24,9 @@ def locate(uri: str) -> tuple[CheckpointStore, str | None]:
 
 
 def ls(uri: str, *, job_id: str | None = None) -> list[dict[str, Any]]:
-    """One row for each attempt, newest first: name, step, status (``complete``, ``unfinished``, ``invalid``), reason,
-    uri, created_unix, bytes, parts, world_size, job_id, run_id, score, digest. Reads manifests only."""
+    """One row for each attempt, newest first: name, step, status (``complete``, ``unfinished``, ``invalid``), reason
+    (why it is none, or why it is suspect), uri, created_unix, bytes, parts, world_size, job_id, run_id, score, digest.
+    Reads manifests only."""
     store, only = locate(uri)
     rows = [_row(item) for item in store.attempts(job_id)]
     return [row for row in rows if only in (None, row["name"])]
@@ -96,4 +97,4 @@ def _row(item: Checkpoint | Rejected) -> dict[str, Any]:
     if isinstance(item, Rejected):
         return row | {"status": "invalid" if item.finished else "unfinished", "reason": item.reason}
     fields = {key: item.fields.get(key) for key in ("created_unix", "world_size", "job_id", "run_id", "score")}
-    return row | fields | {"bytes": item.bytes, "parts": item.parts, "digest": item.digest}
+    return row | fields | {"reason": item.suspect, "bytes": item.bytes, "parts": item.parts, "digest": item.digest}

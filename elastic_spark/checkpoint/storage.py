@@ -229,6 +229,14 @@ class _GuardedSource:
             return data
 
 
+#: Stores that have no folders. Asking for one would make the bucket instead, where its name is mistyped.
+_WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
 class ObjectStorage:
     """Anything fsspec has a file system for. Credentials come from that library's own settings."""
 
@@ -260,7 +268,8 @@ class ObjectStorage:
     def create(self, path: str) -> Iterator[Sink]:
         target = self._at(path)
         with self._failing("write", path):
-            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            if not _WITHOUT_FOLDERS.intersection(_protocols(self._fs)):
+                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         sink = _ObjectSink(self._fs, target, functools.partial(self._failing, "write", path))
         try:
             yield sink

@@ -55,11 +55,11 @@ class Ledger:
             if item.step > self.committed:
                 self._pending.setdefault(item.step, {})[worker] = item
 
-    def find(self, reports: Iterable[Report]) -> None:
-        """Reports that a worker had not sent when it died, found in its memory: for the next `begin`."""
+    def find(self, worker: str, reports: Iterable[Report]) -> None:
+        """Reports that a worker may not have sent before it died, found in its memory: for the next `begin`."""
         for item in reports:
             if item.step > self.committed:
-                self._pending.setdefault(item.step, {}).setdefault("", item)
+                self._pending.setdefault(item.step, {})[worker] = item
 
     def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
         """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""

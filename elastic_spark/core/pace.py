@@ -10,10 +10,15 @@ measured then, stands still only where the times are equal.
 change just for them needs a prediction, from measured times and for the very lanes that would be owned, that the whole
 step gets shorter by `MIN_GAIN`; a generation that ran for `SETTLE_S`; and `REST_S` since the last such change, twice as
 much after each further one among the same workers. A change for another reason uses the speeds that are known then.
+
+*A change for speed is a trial.* Where workers share the cores of a machine, or something else slows them in turns, one
+looks slow because another one is fast, and other shares help nothing. So a change after which steps are no shorter than
+before is undone, and equal shares stay for `LONGEST_REST_S`, or until the workers are others.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -25,7 +30,7 @@ from elastic_spark.core.ledger import Report
 #: Steps of a generation that are looked at, and how many of every member it takes.
 WINDOW, ENOUGH = 50, 10
 #: Shorter steps by this share are worth a change.
-MIN_GAIN = 0.1
+MIN_GAIN = 0.15
 #: Seconds of a generation before it is judged, and from one look to the next.
 SETTLE_S, LOOK_S = 5.0, 1.0
 #: Seconds from one change for the sake of speed to the next: first, at most.
@@ -48,11 +53,15 @@ class Pace:
         self._asked = False
         self._asked_at = float("-inf")
         self._rest_s = REST_S
+        self._before_s: float | None = None  # time of a step before the change for speed that is on trial
+        self._even_until = float("-inf")
 
     def begin(self, generation: int, members: Sequence[str], owned: Ownership, now: float) -> None:
         """A generation starts with these owners. What was measured of its members before stays until it is again."""
-        if set(members) != self._recent.keys():
-            self._rest_s = REST_S
+        same = set(members) == self._recent.keys()
+        self._before_s = self._step_s() if same and self._asked and now >= self._even_until else None
+        if not same:
+            self._rest_s, self._even_until = REST_S, float("-inf")
         elif self._asked:
             self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
         self._speeds = {worker: speed for worker, speed in self._measured().items() if worker in members}
@@ -64,8 +73,10 @@ class Pace:
         if generation == self._generation and worker in self._recent:
             self._recent[worker].extend(item for item in reports if item.rows and item.own_s > 0)
 
-    def weights(self, members: Sequence[str]) -> dict[str, float]:
+    def weights(self, members: Sequence[str], now: float) -> dict[str, float]:
         """Rows per second of the members of which it is known; none where equal shares are good enough for them."""
+        if now < self._even_until and set(members) == self._recent.keys():
+            return {}
         known = {worker: speed for worker, speed in self._measured().items() if worker in members}
         if not known or 1 - len(known) * min(known.values()) / sum(known.values()) < MIN_GAIN:
             return {}
@@ -73,18 +84,23 @@ class Pace:
 
     def unbalanced(self, now: float) -> ev.LanesUnbalanced | None:
         """Whether other owners are worth a change now: the fact that says so, once a generation."""
-        rested = now - self._asked_at >= self._rest_s and now - self._began >= SETTLE_S
         measured = len(self._recent) > 1 and all(len(recent) >= ENOUGH for recent in self._recent.values())
-        if self._asked or not rested or not measured or now - self._looked < LOOK_S:
+        if self._asked or not measured or now - self._began < SETTLE_S or now - self._looked < LOOK_S:
             return None
         self._looked = now
-        gain = self._gain()
-        if gain < MIN_GAIN:
-            return None
+        if self._before_s is not None:
+            gain, self._before_s = 1 - self._before_s / self._step_s(), None
+            if gain < 0:
+                return None
+            self._even_until = now + LONGEST_REST_S
+        else:
+            gain = self._gain(now)
+            if gain < MIN_GAIN or now - self._asked_at < self._rest_s:
+                return None
         self._asked, self._asked_at = True, now
         return ev.LanesUnbalanced(at=now, generation=self._generation, rows_per_s=self._measured(), gain=gain)
 
-    def _gain(self) -> float:
+    def _gain(self, now: float) -> float:
         """Share of a step's time that other owners would save: (longest own time - longest one then) / time of a step.
 
         A worker's own time then is that of now, by the number of its lanes.
@@ -93,11 +109,16 @@ class Pace:
         if dataset not in self._lanes:
             return 0.0
         members, owned = list(self._recent), self._owned[dataset]
-        then = assign_lanes(self._lanes[dataset], members, owned, self.weights(members))
+        then = assign_lanes(self._lanes[dataset], members, owned, self.weights(members, now))
         own_s = {worker: median(item.own_s for item in recent) for worker, recent in self._recent.items()}
         own_s_then = [own_s[worker] * len(then[worker]) / len(owned[worker]) for worker in members]
-        step_s = max((recent[-1].at - recent[0].at) / (len(recent) - 1) for recent in self._recent.values())
+        step_s = self._step_s()
         return (max(own_s.values()) - max(own_s_then)) / step_s if step_s > 0 else 0.0
+
+    def _step_s(self) -> float:
+        """Seconds from one commit to the next: the median for the worker for which it is longest."""
+        commits = ([item.at for item in recent] for recent in self._recent.values())
+        return max(median(b - a for a, b in itertools.pairwise(times)) for times in commits)
 
     def _measured(self) -> dict[str, float]:
         """Rows per second of each worker: measured in this generation, else in an earlier one."""

@@ -90,7 +90,7 @@ class Controller:
         self._registered = 0
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
-        self._found: dict[str, list[Report]] = {}
+        self._found: dict[str, tuple[str, list[Report]]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
             job_id=job_id,
@@ -324,14 +324,14 @@ class Controller:
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
         kind = message["type"]
         if kind == "heartbeat":
-            self._turn(core.Heard(worker, message["where"]))
+            self._turn(core.Heard(worker, message["where"], message["waits"]))
         elif kind == "progress":
             reports = _reports(message["reports"])
             self._ledger.report(worker, message["generation"], reports)
             if self._pace is not None:
                 self._pace.report(worker, message["generation"], reports)
         elif kind == "ready":
-            self._found[worker] = _reports(message["reports"])
+            self._found[worker] = message["of"], _reports(message["reports"])
             self._turn(core.Ready(worker, message["step"], message["generation"]))
         elif kind == "asked":
             self._turn(core.Asked(worker, message["generation"], message["step"], message["reason"], message["error"]))
@@ -438,10 +438,10 @@ class Controller:
         finder, from_memory = effect.members[0], effect.found > step
         if from_memory:
             step, restored = effect.found, None
-            self._ledger.find(self._found.get(finder, []))
+            self._ledger.find(*self._found.get(finder, ("", [])))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
-        weights = self._pace.weights(effect.members) if self._pace is not None else None
+        weights = self._pace.weights(effect.members, self._now()) if self._pace is not None else None
         lanes = {
             name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
             for name, plan in self._plans.items()

@@ -106,6 +106,7 @@ class _World:
         self.reason = "start"
         self.collective_error: str | None = None
         self.watch: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self.waiting_since: float | None = None  # monotonic; while the main thread waits in a collective
 
     def init(self, *arguments: Any) -> bool:
         """In place of ``horovod_init``: true once a world runs. Raises what the session raises."""
@@ -183,6 +184,7 @@ def install(session: Session) -> None:
     _world = _World(session, basics)
     horovod.common.elastic.notification_manager.init = lambda *_args, **_kwargs: None
     _record_errors(_world)
+    _wrap_waits(_world)
 
 
 def current() -> Assignment | None:
@@ -255,10 +257,13 @@ def watch_waits(before: Callable[[], None], after: Callable[[], None]) -> None:
 
     Takes the place of an earlier watch.
     """
-    world = _installed()
-    if world.watch is None:
-        _wrap_waits(world)
-    world.watch = before, after
+    _installed().watch = before, after
+
+
+def waits_s() -> float:
+    """For how long, in seconds, this process has been waiting in the collective that it waits in now; else 0."""
+    since = _installed().waiting_since
+    return time.monotonic() - since if since is not None else 0.0
 
 
 def _wrap_waits(world: _World) -> None:
@@ -269,16 +274,23 @@ def _wrap_waits(world: _World) -> None:
 
     @functools.wraps(waiting)
     def synchronize(handle: Any) -> Any:
-        assert world.watch is not None
-        before, after = world.watch
+        before, after = world.watch or (_nothing, _nothing)
         before()
-        result = waiting(handle)
+        world.waiting_since = time.monotonic()
+        try:
+            result = waiting(handle)
+        finally:
+            world.waiting_since = None
         after()
         return result
 
     for name, module in list(sys.modules.items()):
         if name.startswith("horovod.torch") and getattr(module, "synchronize", None) is waiting:
             setattr(module, "synchronize", synchronize)  # noqa: B010
+
+
+def _nothing() -> None:
+    pass
 
 
 def _installed() -> _World:

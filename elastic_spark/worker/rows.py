@@ -42,6 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_spark.core.manifest import ITEM_BYTES, Column, Manifest
+from elastic_spark.core.order import derive_key
 from elastic_spark.errors import DataError
 from elastic_spark.parquet import READ_ERRORS, read_records
 
@@ -219,10 +220,15 @@ class RowStore:
             view, at = view[written:], at + written
 
     def fill(self) -> None:
-        """Loads all that is missing, at low priority, until done or closed. What cannot be read is left for later."""
+        """Loads all that is missing, at low priority, until done or closed. What cannot be read is left for later.
+
+        Each process begins elsewhere, so that those of a machine share the work.
+        """
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        for group in range(len(self._manifest.row_groups)):
+        groups = len(self._manifest.row_groups)
+        first = derive_key(os.getpid()) % max(1, groups)
+        for group in (*range(first, groups), *range(first)):
             if self._closing.is_set():
                 return
             with contextlib.suppress(DataError, OSError):

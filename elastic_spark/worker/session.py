@@ -87,7 +87,7 @@ class WorkerSession:
                 now = time.monotonic()
                 if now - heard_at >= HEARTBEAT_S:
                     heard_at = now
-                    self._channel.send({"type": "heartbeat", "where": self.where()})
+                    self._channel.send({"type": "heartbeat", "where": self.where(), "waits": collective.waits_s()})
                 self._flush()
                 frame = self._channel.receive(REPORT_S)
                 if frame is not None:
@@ -116,15 +116,18 @@ class WorkerSession:
         """What this worker is doing, in words for the watchdog."""
         if collective.in_native_init():
             return "in Horovod's init"
+        if (waits_s := collective.waits_s()) > 1.0:
+            return f"in a collective for {waits_s:.0f} s"
         step = f", step {self._state.step}" if self._state is not None else ""
         return self._where + step
 
     def ready(self) -> None:
         """The process is warm, and may have found what its predecessor left."""
-        body = self._found.body if self._found is not None else {"generation": 0, "reports": []}
-        step = self._found.step if self._found is not None else -1
-        message = {"type": "ready", "step": step, "generation": body["generation"], "reports": body["reports"]}
-        self._channel.send(message)
+        body, step = {"worker": "", "generation": 0, "reports": []}, -1
+        if self._found is not None:
+            body, step = self._found.body, self._found.step
+        told = {"of": body["worker"], "generation": body["generation"], "reports": body["reports"]}
+        self._channel.send({"type": "ready", "step": step, **told})
 
     # -------------------------------------------------------------------- collective.Session: Horovod's init
 
@@ -201,7 +204,8 @@ class WorkerSession:
         there from before is given up: this worker is in a world, and its state is newer."""
         with self._reporting:
             reports = [_as_items(report) for report in (*self._sending, *self._reports)]
-        whole = {"state": body, "generation": self._generation, "reports": reports}
+        origin = {"worker": self.config["worker"], "generation": self._generation}
+        whole = {"state": body, "reports": reports, **origin}
         snapshot = self._memory.write(step, whole, tensors)
         if self._before is not None:
             self._found = None
@@ -294,7 +298,8 @@ class _Saver:
         self._store = CheckpointStore(config["checkpoint_uri"])
         self._writer = BackgroundWriter(self._store, self._done)
         self._saved_at: float | None = None
-        self._saved_step = self._planned_step = -1
+        self._saved_step = -1
+        self._planned = (0, 0)  # generation and step of the last plan
         self._cost_s = 0.0
         self._write_s = 0.0
         self._committed_at = time.monotonic()
@@ -317,7 +322,7 @@ class _Saver:
             budget=self._budget,
             write_s=self._write_s,
         )
-        if not (wanted or asked) or state.step < self._planned_step:
+        if not (wanted or asked) or (self.generation, state.step) < self._planned:
             return
         if self._writer.busy:
             if now - self._skipped_at > self._rpo_target_s:
@@ -326,9 +331,9 @@ class _Saver:
             return
         if ranks > 1 and not asked and _bytes(state) >= PARTS_FROM:
             self._saved_at = now
-            self._planned_step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
-            plan = {"type": "plan_parts", "generation": self.generation, "step": self._planned_step}
-            self._channel.send(plan)
+            step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
+            self._planned = (self.generation, step)
+            self._channel.send({"type": "plan_parts", "generation": self.generation, "step": step})
             return
         self._submit(state, reason)
         self._saved_at = now
@@ -337,12 +342,15 @@ class _Saver:
     def write_part(self, state: ElasticState, rank: int, ranks: int) -> None:
         """This rank's share of the state as it is now."""
         now = time.monotonic()
-        self._planned_step = -1
         self._submit(state, "in parts", rank, ranks)
         self._saved_at = self._committed_at = now
         self._cost_s = time.monotonic() - now
 
     def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
+        if self._writer.busy:  # it reads the leased snapshot: that must not be written over
+            reason = "the write before is still under way"
+            self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
+            return
         snapshot, extra = state.for_checkpoint()
         self._memory.lease(snapshot)
         body, tensors = snapshot.body["state"], snapshot.tensors

@@ -102,8 +102,9 @@ class ElasticState(State):  # type: ignore[misc]
         return self._synced
 
     def let_go(self) -> None:
-        """What it holds counts no more: the next world starts from a checkpoint."""
+        """What it holds counts no more, its snapshot neither: the next world starts from a checkpoint."""
         self._synced = False
+        self._snapshot = None
 
     # ------------------------------------------------------------------------------------------- committing
 

@@ -97,6 +97,7 @@ def peers(folder: Path, table: pa.Table, x: np.ndarray, y: np.ndarray) -> dict[s
     if importlib.util.find_spec("streaming"):
         import streaming
 
+        streaming.base.util.clean_stale_shared_memory()
         kinds = {"x": f"ndarray:float32:{WIDTH}", "y": "float32"}
         with streaming.MDSWriter(out=str(folder / "mds"), columns=kinds) as out:
             for row in range(len(x) // 10):

@@ -51,10 +51,18 @@ class Pace:
 
 
 class World:
-    """One job under one schedule; see `run`."""
+    """One job under one schedule; see `run`. ``function`` instead of the counting model; ``options`` of the core."""
 
-    def __init__(self, schedule: Schedule, folder: Path, epochs: int = 12) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        folder: Path,
+        epochs: int = 12,
+        function: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
         self.schedule, self.folder, self.epochs = schedule, folder, epochs
+        self._function, self._options = function, options
         self.slow, self.steps_dir = folder / "slow", folder / "steps"
         self.steps_dir.mkdir(parents=True)
         self.slow.touch()
@@ -80,6 +88,7 @@ class World:
                 max_num_proc=self.schedule.num_proc,
                 start_timeout=120.0,
                 elastic_timeout=90.0,
+                **self._options,
             ),
             host="127.0.0.1",
             key=key,
@@ -123,7 +132,7 @@ class World:
             job_id=f"chaos-{self.schedule.seed}-{os.getpid()}",
             address=address,
             key=key,
-            payload=closure.pack(train_counting, (), keywords),
+            payload=closure.pack(self._function or train_counting, (), {} if self._function else keywords),
             worker={
                 "datasets": {"train": data},
                 "seed": self.schedule.seed,
@@ -271,20 +280,19 @@ class World:
 
     def finish(self) -> dict[str, Any]:
         """Refill, let it end, judge."""
-        while len(self.living()) - self._frozen() < self.schedule.num_proc:
-            self.add_executor()
         before = self._newest()
-        self.wait(lambda: self._newest() > before, 60.0, "a step after the last fault")
+        self.wait(lambda: self._refill() or self._newest() > before, 60.0, "a step after the last fault")
         self.slow.unlink()
         assert self.controller.wait(120.0), f"the job did not end; the last events: {self.events[-8:]}"
         return self._judge()
 
-    def _frozen(self) -> int:
-        return sum(
-            1
-            for number in self.living()
-            if Path(f"/proc/{self.executors[number].pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        )
+    def _refill(self) -> None:
+        """New executors for those that are gone, frozen or about to go."""
+        workers = {event.worker for event in self.seen(ev.WorkerDraining)}
+        drained = {event.executor for event in self.seen(ev.WorkerSpawned) if event.worker in workers}
+        useful = [n for n in self.living() if n not in drained and _state(self.executors[n].pid) != "T"]
+        for _ in range(len(useful), self.schedule.num_proc):
+            self.add_executor()
 
     def _newest(self) -> int:
         return max((e.first_step + len(e.times) - 1 for e in self.seen(ev.StepsCommitted)), default=0)

@@ -54,6 +54,7 @@ class Job:
             "num_proc": 3,
             "min_num_proc": 1,
             "global_batch": BATCH,
+            "balance": False,  # how fast a worker of a busy machine is must not decide how often the world changes
             "tracking": False,
             "verbose": 0,
             "work_dir": str(self.folder / "runs"),

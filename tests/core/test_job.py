@@ -266,6 +266,18 @@ def test_what_was_brought_back_once_may_be_brought_back_again() -> None:
     one(run(core.Ready("w2", 9, 1)), core.Form, generation=3, found=9)
 
 
+def test_everybody_waits_in_a_collective_and_nobody_is_left_to_come() -> None:
+    run = Script(num_proc=2, stall_after_s=10.0).running()
+    for _ in range(4):
+        run(core.Heard("w0", "in a collective", 10.5))
+        run(core.Heard("w1", "evaluating", 0.0))
+        run(core.Heard("w0"))  # by its agent, which knows of no collectives
+        assert of(run(core.Tick(), core.TICK_S), ev.GenerationEnding) == []
+    run(core.Finished("w1"))
+    ending = one(run(core.Tick(), core.TICK_S), ev.GenerationEnding)
+    assert ending.cause == "w0 wait in collectives for 10 s, and nobody is left to come"
+
+
 def test_all_lost_and_nobody_comes() -> None:
     run = Script(num_proc=2, elastic_timeout=10.0).running()
     run(core.AgentDown("a0", "gone"))

@@ -245,3 +245,14 @@ def test_what_a_rank_did_not_live_to_report_is_taken_from_the_plan() -> None:
         ledger.report("w0", 1, [Report(4, 1.0, 4, {"train": (0, 3)}, hashes={"train": 7})])
         (fact,) = ledger.begin(2, ["w0"], 4, "w1 lost", 1.0)
         assert (fact.missing, fact.hashes) == (1, hashes)
+
+
+def test_a_report_found_in_memory_completes_what_others_said_and_counts_nobody_twice() -> None:
+    ledger = Ledger()
+    ledger.begin(1, ["a", "b"], 0, "start", 0.0)
+    ledger.report("a", 1, [Report(1, 1.0, 3), Report(2, 2.0, 3)])
+    ledger.report("b", 1, [Report(1, 1.0, 5)])
+    ledger.find("b", [Report(1, 1.0, 5), Report(2, 2.0, 5), Report(3, 3.0, 5)])
+    facts = ledger.begin(2, ["c"], 3, "all lost", 4.0)
+    assert [(fact.first_step, fact.rows, fact.missing) for fact in facts] == [(1, 16, 0), (3, 5, 1)]
+    assert ledger.committed == 3

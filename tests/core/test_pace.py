@@ -23,6 +23,7 @@ class Job:
     def __init__(self, row_s: dict[str, float], fixed_s: float = 0.0, noise: float = 0.0, lanes: int = LANES) -> None:
         self.row_s, self.fixed_s, self.noise, self.rng = row_s, fixed_s, noise, random.Random(0)
         self.lanes = lanes
+        self.held_up_s: float | None = None  # a step takes this long, whatever the workers' own times
         self.pace = Pace({"train": lanes})
         self.owned: dict[str, tuple[int, ...]] = {}
         self.now, self.generation, self.step, self.asked = 0.0, 0, 0, []
@@ -33,7 +34,7 @@ class Job:
         self.row_s = {worker: self.row_s[worker] for worker in members}
         self.generation += 1
         self.now += 0.2
-        self.owned = assign_lanes(self.lanes, members, self.owned, self.pace.weights(members))
+        self.owned = assign_lanes(self.lanes, members, self.owned, self.pace.weights(members, self.now))
         self.pace.begin(self.generation, members, {"train": self.owned}, self.now)
 
     def rows(self, worker: str) -> int:
@@ -44,7 +45,7 @@ class Job:
             worker: (self.fixed_s + self.rows(worker) * row_s) * (1 + self.rng.uniform(-self.noise, self.noise))
             for worker, row_s in self.row_s.items()
         }
-        took = max(own.values()) + 1e-4
+        took = (max(own.values()) if self.held_up_s is None else self.held_up_s) + 1e-4
         self.now, self.step = self.now + took, self.step + 1
         for worker, seconds in own.items():
             report = Report(self.step, self.now, self.rows(worker), {"train": (0, self.step)}, own_s=seconds)
@@ -121,7 +122,7 @@ def test_noise_among_equals_moves_no_lane(size, noise, fixed_s) -> None:
     assert job.owned == before
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(st.integers(0, 1000))
 def test_speeds_that_never_rest_cause_ever_fewer_changes(seed) -> None:
     job, rng = Job(even()), random.Random(seed)
@@ -130,7 +131,7 @@ def test_speeds_that_never_rest_cause_ever_fewer_changes(seed) -> None:
         job.run(30.0)
     times = [fact.at for fact in job.asked]
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert all(gap >= min(REST_S * 2**i, LONGEST_REST_S) for i, gap in enumerate(gaps, 1))
+    assert all(a >= REST_S or b >= LONGEST_REST_S - 1 for a, b in itertools.pairwise(gaps)), "a trial, and its undoing"
     assert len(times) <= 8
 
 
@@ -148,6 +149,35 @@ def test_a_change_for_another_reason_uses_what_is_known_and_begins_to_count_anew
     assert len(job.owned["w9"]) >= 16
     job.form(["w0", "w3", "w9"])
     assert sorted(len(lanes) for lanes in job.owned.values()) == [21, 21, 22]
+
+
+def test_a_change_that_made_no_step_shorter_is_undone_and_not_tried_again_for_long() -> None:
+    """As where workers look slow in turns because they share cores: the step takes its time whoever has the rows."""
+    job = Job(even() | {"w2": 2e-3})
+    job.held_up_s = 0.14
+    job.run(3 * SETTLE_S)
+    assert [len(lanes) for lanes in job.owned.values()] == [16, 16, 16, 16]
+    assert len(job.asked) == 2
+    assert job.asked[0].gain > MIN_GAIN > job.asked[1].gain >= 0
+    job.run(LONGEST_REST_S - 20.0)
+    assert len(job.asked) == 2
+    job.held_up_s = None
+    job.run(40.0)
+    assert len(job.asked) == 3
+    assert len(job.owned["w2"]) == 9
+    job.run(LONGEST_REST_S)
+    assert len(job.asked) == 3, "this time it helped"
+
+
+def test_equal_shares_after_a_trial_last_until_the_workers_are_others() -> None:
+    job = Job(even() | {"w2": 2e-3})
+    job.held_up_s = 0.14
+    job.run(3 * SETTLE_S)
+    job.form()
+    assert [len(lanes) for lanes in job.owned.values()] == [16, 16, 16, 16]
+    job.run(2.0)
+    job.form(["w0", "w2", "w3"])
+    assert [len(lanes) for lanes in job.owned.values()] == [26, 13, 25]
 
 
 def test_lanes_too_coarse_for_a_gain_are_left_alone() -> None:
@@ -170,7 +200,7 @@ def test_a_step_that_others_make_long_is_not_worth_a_change() -> None:
 def test_nothing_is_decided_on_little_or_on_what_strangers_say() -> None:
     pace = Pace({"train": 8})
     assert pace.unbalanced(100.0) is None
-    assert pace.weights(["w0"]) == {}
+    assert pace.weights(["w0"], 0.0) == {}
     owned = {"train": assign_lanes(8, ["w0", "w1"], {})}
     pace.begin(1, ["w0", "w1"], owned, 0.0)
 
@@ -186,13 +216,14 @@ def test_nothing_is_decided_on_little_or_on_what_strangers_say() -> None:
     report("w1", 1.0, rows=0)
     assert pace.unbalanced(100.0) is None
     report("w1", 1.0, count=1)
-    assert pace.weights(["w0", "w1"]) == {"w0": 16.0, "w1": 8.0}
+    assert pace.weights(["w0", "w1"], 0.0) == {"w0": 16.0, "w1": 8.0}
     assert pace.unbalanced(SETTLE_S - 0.1) is None
     fact = pace.unbalanced(100.0)
     assert fact is not None
     assert (fact.generation, fact.rows_per_s) == (1, {"w0": 16.0, "w1": 8.0})
     assert pace.unbalanced(200.0) is None, "said once"
-    pace.begin(2, ["w0", "w1"], {"train": owned["train"]}, 0.0)
+    pace.begin(1, ["w0"], {"train": {"w0": range(8)}}, 0.0)
+    pace.begin(2, ["w0", "w1"], owned, 0.0)
     report("w0", 0.5, generation=2, cursors={"other": (0, 0)})
     report("w1", 1.0, generation=2, cursors={"other": (0, 0)})
     assert pace.unbalanced(1000.0) is None, "the lanes of what was trained are not known"

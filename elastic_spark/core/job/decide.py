@@ -72,14 +72,15 @@ def _on_worker_up(turn: Turn, happened: i.WorkerUp) -> None:
 
 
 def _on_heard(turn: Turn, happened: i.Heard) -> None:
-    _hear(turn, happened.worker, happened.where)
+    _hear(turn, happened.worker, happened.where, happened.waits)
 
 
-def _hear(turn: Turn, name: str, where: str = "") -> Worker | None:
+def _hear(turn: Turn, name: str, where: str = "", waits: float | None = None) -> Worker | None:
     """The worker, heard just now; None where it is gone."""
     worker = turn.job.workers.get(name)
     if worker is not None:
-        worker = replace(worker, heard=turn.clock, where=where or worker.where)
+        waits = worker.waits if waits is None else waits
+        worker = replace(worker, heard=turn.clock, where=where or worker.where, waits=waits)
         turn.put(worker)
     return worker
 

@@ -57,10 +57,12 @@ class Ready(Input):
 
 @dataclass(frozen=True)
 class Heard(Input):
-    """A sign of life. ``where`` says what the worker is doing, for the watchdog."""
+    """A sign of life. ``where`` says what the worker is doing, for the watchdog; ``waits``: seconds since it has been
+    waiting in the collective that it waits in now; None where that is not told."""
 
     worker: str
     where: str = ""
+    waits: float | None = None
 
 
 @dataclass(frozen=True)

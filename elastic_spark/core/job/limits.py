@@ -21,6 +21,7 @@ def judge(turn: Turn) -> None:
     _judge_silence(turn)
     _judge_stages(turn)
     _judge_finish(turn)
+    _judge_stall(turn)
     _spawn_due(turn)
     _watch(turn)
 
@@ -76,6 +77,18 @@ def _judge_finish(turn: Turn) -> None:
     limit = job.options.elastic_timeout
     if done and job.ending is None and turn.clock - done[0].since > limit:
         turn.end_generation(f"rank 0 has finished, others have not for {limit:.0f} s")
+
+
+def _judge_stall(turn: Turn) -> None:
+    """All that have not finished wait in collectives, and none of them can be the one that the others wait for.
+
+    One that evaluates alone, while the others wait for it, is in none.
+    """
+    job, live = turn.job, turn.job.live_members()
+    limit = job.options.stall_after_s
+    if live and job.ending is None and all(w.stage is Stage.RUNNING and w.waits > limit for w in live):
+        who = ", ".join(worker.id for worker in live)
+        turn.end_generation(f"{who} wait in collectives for {limit:.0f} s, and nobody is left to come")
 
 
 def _spawn_due(turn: Turn) -> None:

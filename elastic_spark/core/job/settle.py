@@ -11,7 +11,7 @@ from elastic_spark.core.policy import is_repeated
 
 #: So many workers in a row that die before they are ready, with none in the job: the environment cannot host any.
 STILLBORN_LIMIT = 6
-#: So many resets in a row without a loss, a change or a new step: the ranks call different collectives.
+#: So many resets in a row without a loss, a plan or a new step: the ranks call different collectives.
 IDLE_LIMIT = 3
 #: So many resets in a row because processes died, without a new step: what they run kills them.
 BARREN_LIMIT = 6
@@ -187,7 +187,7 @@ def _too_few(turn: Turn, have: int, option: str, limit: float) -> None:
 def _form(turn: Turn, plan: Plan) -> None:
     job = turn.job
     held = plan.survivors[0].step if plan.survivors else -1
-    if job.generation > 0 and not _may_reset(turn, plan, held):
+    if job.generation > 0 and not _may_reset(turn, held):
         return
     for member in plan.left:
         turn.dismiss_draining(member)
@@ -246,7 +246,7 @@ def _cause(job: Job, plan: Plan) -> str:
     return job.ending or "start"
 
 
-def _may_reset(turn: Turn, plan: Plan, held: int) -> bool:
+def _may_reset(turn: Turn, held: int) -> bool:
     """Count this reset; False where it ends the job."""
     job, options = turn.job, turn.job.options
     ran_s = turn.clock - job.ran_at if job.ran_at is not None else 0.0
@@ -254,7 +254,7 @@ def _may_reset(turn: Turn, plan: Plan, held: int) -> bool:
         turn.set(idle_resets=0, barren_resets=0)
     elif job.perished:
         turn.set(barren_resets=job.barren_resets + 1)
-    elif not (job.lost or plan.is_change or job.ending == ASKED_ON_PURPOSE):
+    elif not (job.lost or job.ending == ASKED_ON_PURPOSE):
         turn.set(idle_resets=job.idle_resets + 1)
     turn.set(resets=job.resets + bool(job.lost))
     job = turn.job

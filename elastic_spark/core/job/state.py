@@ -38,6 +38,7 @@ class Options:
     notify_every_s: a notice of change is repeated so often until it is acted on.
     break_after_s: members that were only notified have so long to ask before their collectives are broken.
     watch_after_s: who waits for whom is said after so long, and whenever it has doubled.
+    stall_after_s: where everybody waits in a collective for so long, they wait for one another for ever.
     reset_limit: generations formed because of a loss; None is no limit.
     user_error_retries: how often an error of the user's code, not seen before at that step, is survived.
     error_window_s: after the first error, so long is waited for an earlier one of another worker.
@@ -59,6 +60,7 @@ class Options:
     notify_every_s: float = 0.15
     break_after_s: float = 0.5
     watch_after_s: float = 5.0
+    stall_after_s: float = 60.0
     reset_limit: int | None = None
     user_error_retries: int = 0
     error_window_s: float = 0.5
@@ -86,6 +88,8 @@ class Agent:
 class Worker:
     """``step``: the newest committed step it holds; ``heard``: when last heard; ``since``: start of the stage.
 
+    ``waits``: seconds since it has been in the collective that it is in now, as last heard.
+
     ``found``: the step that its dead predecessor left in memory, of generation ``found_in``; -1 where nothing was left.
     """
 
@@ -100,6 +104,7 @@ class Worker:
     where: str = "starting"
     found: int = -1
     found_in: int = 0
+    waits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Job:
     unbalanced: other owners of lanes are wanted.
     ran_at: when all of its members were running; None until then.
     arrived: when an agent or a ready worker came last. stillborn: workers in a row that died before they were ready.
-    resets: generations formed because of a loss. idle_resets: in a row, without a loss, a change or a new step.
+    resets: generations formed because of a loss. idle_resets: in a row, without a loss, a plan or a new step.
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
