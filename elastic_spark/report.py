@@ -38,7 +38,7 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; pad
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .bad { color: var(--bad); font-weight: 600; } .ok { color: var(--ok); } .soft { color: var(--soft); }
 .wide, .chart { overflow-x: auto; } .wide td { overflow-wrap: break-word; } td.mark { white-space: nowrap; }
-svg { max-width: 100%; min-width: 640px; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
+svg { max-width: 100%; min-width: 520px; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
 svg .soft { fill: var(--soft); } svg .axis { stroke: var(--faint); } svg .line { fill: none; stroke: var(--bar);
   stroke-width: 1.6; } svg .change { stroke: var(--soft); stroke-dasharray: 3 3; }
 svg :focus { outline: 3px solid var(--mark); } summary:focus-visible, .wide:focus-visible {

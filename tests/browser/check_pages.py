@@ -34,10 +34,11 @@ from elastic_spark.status import StatusPage
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "churn.jsonl"
 SCREENSHOTS = ROOT / "build" / "screenshots"
-#: Clicks what shows exactly this text; whether it was there.
+#: Clicks the first visible element whose own text is exactly this; whether there was one.
 CLICK = """
+    const own = item => [...item.childNodes].filter(n => n.nodeType === 3).map(n => n.data).join('').trim();
     const found = [...document.querySelectorAll('*')].find(
-        item => !item.children.length && item.textContent === arguments[0] && item.offsetParent);
+        item => own(item) === arguments[0] && item.getClientRects().length);
     if (found) found.click();
     return !!found;
 """
