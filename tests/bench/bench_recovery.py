@@ -8,9 +8,11 @@ momentum, 20 ms of sleep a step to stand for compute, one thread a worker), and 
     join            the newcomer that follows each loss    spare         as kill_worker, with a warm spare at hand
     second_fault    a second worker killed 0 to 300 ms after the first (of four)
     newcomer        a newcomer killed between its being called and its first step
+    peer            kill -9 of an executor's JVM under horovod.spark.run_elastic, once, in a cluster of its own
 
-A pause is the longest gap between two committed steps around the fault, from the job's event log. The last line is one
-JSON object.
+A pause is the longest gap between two committed steps around the fault, from the job's event log; rto90 is the time
+from the fault to the first step of a world as large as before, so with all of its throughput. ``step_ratio`` compares
+the median step of three undisturbed workers with the peer's. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +76,17 @@ class Story:
     """The event log of the running job."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._read, self._events = path, 0, list[ev.Event]()
 
     def events(self, *kinds: type[ev.Event]) -> list[Any]:
-        if not self._path.exists():
-            return []
-        with self._path.open(encoding="utf-8") as lines:
-            return [event for event in ev.read_log(lines) if isinstance(event, kinds)]
+        if self._path.exists():
+            with self._path.open("rb") as log:
+                log.seek(self._read)
+                whole = log.read().rpartition(b"\n")[0]
+            if whole:
+                self._read += len(whole) + 1
+                self._events += ev.read_log(whole.decode().splitlines())
+        return [event for event in self._events if isinstance(event, kinds)]
 
     def world(self) -> tuple[str, ...]:
         """Members of the world that runs undisturbed, or ()."""
@@ -142,14 +149,16 @@ class Faults:
     def __init__(self, cluster: StandaloneCluster, story: Story, size: int, rng: random.Random) -> None:
         self.cluster, self.story, self.size, self.rng = cluster, story, size, rng
         self.pauses: dict[str, list[float]] = {}
+        self.back: dict[str, list[float]] = {}
         self.survived: dict[str, list[bool]] = {}
 
     def ready(self, ready_workers: int = 0) -> tuple[str, ...]:
         """A full world that has run for a second (and so many warm spares)."""
 
         def full() -> tuple[str, ...]:
-            world = self.story.world()
-            if len(world) < self.size or self.story.times()[-1] - self.story.events(ev.GenerationRunning)[-1].at < 1.0:
+            world, times = self.story.world(), self.story.times()
+            running = self.story.events(ev.GenerationRunning)
+            if len(world) < self.size or not times or times[-1] - running[-1].at < 1.0:
                 return ()
             warm = {event.worker for event in self.story.events(ev.WorkerReady)} - set(world)
             gone = {event.worker for event in self.story.events(ev.WorkerLost)}
@@ -177,11 +186,23 @@ class Faults:
         self.survived.setdefault(kind, []).append(True)
         self.pauses.setdefault(kind, []).append(self.story.gap(at, at + 6.0))
 
+    def full_again(self, kind: str, at: float) -> None:
+        """Note the time from the fault to the first step of a world of full size."""
+
+        def full() -> float | None:
+            formed = [e for e in self.story.events(ev.GenerationFormed) if e.at > at and len(e.members) == self.size]
+            worlds = {event.generation for event in formed}
+            steps = [e for e in self.story.events(ev.StepsCommitted) if e.generation in worlds]
+            return steps[0].times[0] if steps else None
+
+        self.back.setdefault(kind, []).append(self.cluster.wait_for(full, 90, f"a full world after {kind}") - at)
+
     def kill_worker(self, kind: str = "kill_worker") -> None:
         victim = self.rng.choice(self.ready(1 if kind == "spare" else 0))
         at = time.time()
         os.kill(self.story.spawned(victim).pid, signal.SIGKILL)
         self.after(kind, at, {victim})
+        self.full_again(kind, at)
 
     def kill_executor(self) -> None:
         victim = self.rng.choice(self.ready())
@@ -189,6 +210,7 @@ class Faults:
         at = time.time()
         self.cluster.kill_executor(executor)
         self.after("kill_executor", at, {victim})
+        self.full_again("kill_executor", at)
 
     def freeze(self) -> None:
         victim = self.rng.choice(self.ready())
@@ -206,16 +228,17 @@ class Faults:
         self.after("second_fault", at, {first, second})
 
     def kill_newcomer(self) -> None:
-        """Kill one, wait for its successor to be called, and kill that too."""
-        self.kill_worker("kill_worker_before_newcomer")
+        """Kill one, wait for its successor to be called, and kill that too, before its first step."""
+        victim = self.rng.choice(self.ready())
         before = len(self.story.events(ev.GenerationFormed))
-
-        def called() -> list[str]:
+        os.kill(self.story.spawned(victim).pid, signal.SIGKILL)
+        limit, called = time.monotonic() + 60, list[str]()
+        while not called:
+            if time.monotonic() > limit:
+                raise TimeoutError("waited 60 s for a newcomer")
             formed = self.story.events(ev.GenerationFormed)[before:]
-            return [worker for event in formed for worker in event.joined]
-
-        newcomer = self.cluster.wait_for(called, 60, "a newcomer")[0]
-        at = time.time()
+            called = [worker for event in formed for worker in event.joined]
+        newcomer, at = called[0], time.time()
         os.kill(self.story.spawned(newcomer).pid, signal.SIGKILL)
         self.after("newcomer_killed", at, {newcomer})
 
@@ -238,6 +261,55 @@ def joins(story: Story) -> list[float]:
     return pauses
 
 
+def steady_step_s(story: Story) -> float:
+    """Median time of a step of the first full world, before any fault."""
+    first = story.events(ev.GenerationFormed)[0].generation
+    times = [at for e in story.events(ev.StepsCommitted) if e.generation == first for at in e.times]
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def measure_peer(folder: Path) -> dict[str, float | None]:
+    """``peer_pause_s`` (None: no step within 150 s of the kill) and ``peer_step_s`` of horovod.spark.run_elastic."""
+    folder.mkdir()
+    script = Path(__file__).with_name("peer_run_elastic.py")
+
+    def steps() -> list[tuple[float, int, int, int]]:
+        """``(time, pid, rank, size)`` of every step."""
+        lines = [(path.stem, line.split()) for path in folder.glob("*.steps") for line in path.read_text().splitlines()]
+        return sorted((float(at), int(pid), int(rank), int(size)) for pid, (at, rank, size) in lines)
+
+    def of_rank_0() -> list[float]:
+        return [at for at, _, rank, _ in steps() if rank == 0]
+
+    with StandaloneCluster(workers=3) as cluster:
+        command = [sys.executable, str(script), cluster.master_url, str(folder)]
+        with open(folder / "driver.txt", "w") as log:
+            driver = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            full = cluster.wait_for(lambda: [s for s in steps() if s[3] == 3][600:], 120, "three workers of the peer")
+            step_s = statistics.median(b - a for a, b in itertools.pairwise(of_rank_0()))
+            at = time.time()
+            os.kill(_executor_of(max(full, key=lambda step: step[2])[1]), signal.SIGKILL)
+            try:
+                cluster.wait_for(lambda: [t for t in of_rank_0() if t > at + 0.5][20:], 150, "the peer to go on")
+                pause = max(b - a for a, b in itertools.pairwise(of_rank_0()) if b > at and a < at + 5)
+            except TimeoutError:
+                pause = None
+        finally:
+            os.killpg(driver.pid, signal.SIGKILL)
+            driver.wait()
+            for pid in {pid for _, pid, _, _ in steps()}:  # it leaves its workers behind
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    return {"peer_pause_s": pause and round(pause, 3), "peer_step_s": round(step_s, 5)}
+
+
+def _executor_of(pid: int) -> int:
+    while "CoarseGrainedExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_text():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 def lost_steps(story: Story) -> int:
     return max((event.from_step - event.to_step for event in story.events(ev.StepsRolledBack)), default=0)
 
@@ -247,6 +319,7 @@ def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"trials": trials, "seed": seed}
     pauses: dict[str, list[float]] = {}
     survived: dict[str, list[bool]] = {}
+    back: dict[str, list[float]] = {}
     lost = 0
     plan: list[tuple[str, int, dict[str, Any], list[Callable[[Faults], None]]]] = [
         (
@@ -262,6 +335,10 @@ def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
         with StandaloneCluster(workers=size + options.get("spares", 0)) as cluster:
             with job(cluster, folder, name, **options) as story:
                 faults = Faults(cluster, story, size, rng)
+                if name == "three":
+                    faults.ready()
+                    cluster.wait_for(lambda story=story: story.times()[400:], 60, "400 undisturbed steps")
+                    figures["step_s"] = round(steady_step_s(story), 5)
                 for kind in kinds:
                     for trial in range(trials):
                         kind(faults)
@@ -270,6 +347,7 @@ def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
                 faults.ready()
             pauses.update(faults.pauses)
             survived.update(faults.survived)
+            back.update(faults.back)
             pauses.setdefault("join", []).extend(joins(story))
             lost = max(lost, lost_steps(story))
             figures.setdefault("drain_lost_steps", lost_steps(story))
@@ -277,10 +355,16 @@ def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
         figures[f"{kind}_pause_s_p50"] = round(statistics.median(values), 3)
         figures[f"{kind}_pause_s_p95"] = round(sorted(values)[min(len(values) - 1, int(0.95 * len(values)))], 3)
         figures[f"{kind}_pauses"] = len(values)
-    figures["spare_rto_s_p50"] = figures["spare_pause_s_p50"]
+    figures["spare_rto_s_p50"] = round(statistics.median(back["spare"]), 3)
+    figures["kill_worker_rto_s_p50"] = round(statistics.median(back["kill_worker"]), 3)
+    figures["rto90_s_p50"] = round(statistics.median(back["kill_executor"]), 3)
     figures["lost_committed_steps_max"] = lost
     figures["second_fault_ok"] = statistics.mean(survived["second_fault"])
     figures["newcomer_killed_ok"] = statistics.mean(survived["newcomer_killed"])
+    figures.update(measure_peer(folder / "peer"))
+    figures["step_ratio"] = round(figures["step_s"] / figures["peer_step_s"], 4)
+    if figures["peer_pause_s"]:
+        figures["ratio_to_peer"] = round(figures["peer_pause_s"] / figures["kill_executor_pause_s_p50"], 1)
     return figures
 
 
