@@ -320,7 +320,7 @@ class _Saver:
             step_s,
             rpo_target_s=self._rpo_target_s,
             budget=self._budget,
-            write_s=self._write_s,
+            write_s=self._cost_s + self._write_s,
         )
         if not (wanted or asked) or (self.generation, state.step) < self._planned:
             return
@@ -367,7 +367,7 @@ class _Saver:
         self._writer.submit(state.step, tensors, meta, f"{self.token}-{state.step}", part=part, parts=parts)
 
     def _done(self, outcome: WriteOutcome) -> None:
-        self._write_s = outcome.seconds
+        self._write_s = max(outcome.seconds, 0.9 * self._write_s)  # storage is not always as fast as it can be
         self._memory.release()
         with contextlib.suppress(ProtocolError):
             if outcome.part is None:
