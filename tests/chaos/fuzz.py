@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from .schedule import schedule
-from .world import run_schedule
+from .world import run_schedules
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         started = time.monotonic()
         try:
-            figures = run_schedule(schedule(seed), folder)
+            figures = run_schedules([schedule(seed)], folder)
         except Exception as error:
             failed[seed] = f"{type(error).__name__}: {error}"[:500]
             traceback.print_exc()

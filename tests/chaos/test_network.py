@@ -72,7 +72,7 @@ def test_a_machine_without_network_is_lost_and_fenced_when_it_comes_back(network
         executor = world.spawned(victim).executor
         network.cut(network.names[int(executor)])
         world.wait(lambda: victim in {event.worker for event in world.seen(ev.WorkerLost)}, 40.0, "the loss")
-        world.wait(lambda: len(world.members()) == 2 and world.newest() > 0, 20.0, "the others to go on")
+        world.wait(lambda: world.seen(ev.AgentLost), 40.0, "the loss of the machine")
         before = world.newest()
         world.wait(lambda: world.newest() > before, 20.0, "the others to make steps")
         written = {event.uri for event in world.seen(ev.CheckpointWritten)}

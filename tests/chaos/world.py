@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,10 @@ class Pace:
 
 
 class World:
-    """One job under one schedule; see `run`. ``function`` instead of the counting model; ``host``: the driver's address; ``options`` of the core."""
+    """One job under one schedule; see `run`.
+
+    ``function`` instead of the counting model; ``host``: the driver's address; ``options`` of the core.
+    """
 
     def __init__(
         self,
@@ -267,12 +270,20 @@ class World:
             AssertionError: an invariant is broken; the message says which.
         """
         self.begin()
-        for fault in self.schedule.faults:
+        self.strike(self.schedule)
+        return self.finish()
+
+    def strike(self, schedule: Schedule) -> None:
+        """Let its faults happen, refill, and see the job go on."""
+        for fault in schedule.faults:
             threading.Event().wait(fault.after)  # the schedule's own time
             if self.controller.wait(0.0):
-                break
+                return
             self.apply(fault)
-        return self.finish()
+        with self._news:
+            self._armed.clear()
+        before = self.newest()
+        self.wait(lambda: self._refill() or self.newest() > before, 60.0, "a step after the last fault")
 
     def begin(self) -> None:
         """Until the first step."""
@@ -281,9 +292,7 @@ class World:
         self.wait(lambda: self.seen(ev.StepsCommitted), 120.0, "the first step")
 
     def finish(self) -> dict[str, Any]:
-        """Refill, let it end, judge."""
-        before = self.newest()
-        self.wait(lambda: self._refill() or self.newest() > before, 60.0, "a step after the last fault")
+        """Let it end, and judge."""
         self.slow.unlink()
         assert self.controller.wait(120.0), f"the job did not end; the last events: {self.events[-8:]}"
         return self._judge()
@@ -296,7 +305,7 @@ class World:
         for _ in range(len(useful), self.schedule.num_proc):
             self.add_executor()
 
-    def _newest(self) -> int:
+    def newest(self) -> int:
         return max((e.first_step + len(e.times) - 1 for e in self.seen(ev.StepsCommitted)), default=0)
 
     def _judge(self) -> dict[str, Any]:
@@ -372,10 +381,16 @@ def manifest_body(manifest: Any) -> Any:
     return json.loads(manifest.to_json())
 
 
-def run_schedule(schedule: Schedule, folder: Path) -> dict[str, Any]:
-    """The schedule's summary; AssertionError where an invariant is broken."""
-    world = World(schedule, folder)
+def run_schedules(schedules: Sequence[Schedule], folder: Path) -> dict[str, Any]:
+    """One job under the faults of one schedule after the other, with the first one's numbers of workers.
+
+    The job's summary; AssertionError where an invariant is broken.
+    """
+    world = World(schedules[0], folder, epochs=6 * len(schedules) + 6)
     try:
-        return world.run()
+        world.begin()
+        for schedule in schedules:
+            world.strike(schedule)
+        return world.finish()
     finally:
         world.close()
