@@ -1,0 +1,445 @@
+"""One call of `elastic_spark.run`: every part set up in order, watched, and taken down in the other order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from elastic_spark import errors
+from elastic_spark.checkpoint import Checkpoint, CheckpointStore
+from elastic_spark.config import JobConfig
+from elastic_spark.core import events as ev
+from elastic_spark.core import job as core
+from elastic_spark.core.lanes import LanePlan, choose_lanes
+from elastic_spark.core.manifest import Manifest
+from elastic_spark.core.metrics import Summary
+from elastic_spark.core.resume import differences, noted
+
+
+class Run:
+    """One call of `run`: sets the parts up in order, and takes them down in the other one."""
+
+    def __init__(
+        self,
+        settings: JobConfig,
+        context: Any,
+        payload: bytes,
+        data: Mapping[str, Any],
+        output: Callable[[str, tuple[str, ...]], None],
+    ) -> None:
+        from elastic_spark.driver.jobfile import JobFile
+        from elastic_spark.driver.resume import find_start, store_uri
+
+        self.settings, self.context, self.payload, self.output = settings, context, payload, output
+        self.begin = find_start(settings, lambda which: _tracked(settings, which))
+        self.name = self.begin.job_name or f"job-{uuid.uuid4().hex[:8]}"
+        self.work = Path(settings.work_dir).absolute() / self.name
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.store_uri = store_uri(settings, self.name)
+        self.data = data
+        self.store = CheckpointStore(self.store_uri)
+        self.job_file = JobFile(self.store_uri, lambda why: self._fault("JobHeld", why))
+        self.controller: Any = None
+
+    def _fault(self, kind: str, why: str) -> None:
+        if self.controller is not None:
+            self.controller.post(core.Fault(kind, why))
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Hold the job's name; say at the end how it ended."""
+        base = self.begin.checkpoint.uri if self.begin.checkpoint is not None else ""
+        self.record, self.resumed = self.job_file.claim(again=self.begin.again, base=base, run_id=self.begin.run_id)
+        self.job_id, self.run_id = self.record.job_id, self.record.run_id
+        status = "FAILED"
+        try:
+            yield
+            status = "FINISHED"
+        except (KeyboardInterrupt, errors.JobCancelled):
+            status = "KILLED"
+            raise
+        finally:
+            self.job_file.release(status)
+
+    def train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
+        """From the data to the last fact: ``(values by rank, run id, path of the event log, figures)``."""
+        from elastic_spark.driver.journal import Journal
+
+        settings = self.settings
+        newest, rejected = self._newest()
+        manifests, plans = self._freeze(newest.fields.get("plans", {}) if newest is not None else {})
+        notes = {name: noted(plan, manifests[name].digest) for name, plan in plans.items()}
+        _require_the_same(newest, notes)
+        tracker = None
+        if settings.tracking:
+            from elastic_spark.tracking import Tracker
+
+            tracker = Tracker(
+                tracking_uri=settings.tracking_uri,
+                experiment=settings.experiment,
+                run_name=settings.run_name or self.name,
+                job_name=self.name,
+                job_id=self.job_id,
+                spool_dir=str(self.work / "spool"),
+                run_id=self.run_id or None,
+            )
+            self.run_id = tracker.start(_params(settings, plans), {"elastic.events": str(self.work / "events.jsonl")})
+            self.job_file.set_run(self.run_id)
+        summary = Summary()
+        path = self.work / "events.jsonl"
+        if self.resumed and path.exists():
+            with path.open(encoding="utf-8") as lines:
+                for past in ev.read_log(lines):
+                    summary.add(past)
+        elif path.exists():
+            path.replace(path.with_suffix(f".{os.getpid()}.old.jsonl"))
+        readers = [summary.add]
+        if settings.verbose >= 1:
+            from elastic_spark.progress import Progress
+
+            readers.append(Progress(sys.stderr).publish)
+        if tracker is not None:
+            readers.append(tracker.publish)
+        journal = Journal(path, readers)
+        status = "FAILED"
+        try:
+            with self._status_page(path):
+                ended, blobs = self._conduct(journal, manifests, plans, newest, rejected, notes)
+            values = _unpickled(blobs)
+            status = ended.status
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            journal.close()
+            figures = summary.result()
+            if tracker is not None:
+                tracker.finish(status, summary=figures, artifacts=self._artifacts(path))
+                self.run_id = tracker.run_id
+                self.job_file.set_run(self.run_id)
+        _raise_if_failed(ended)
+        return values, self.run_id, str(path), figures
+
+    @contextlib.contextmanager
+    def _status_page(self, path: Path) -> Iterator[None]:
+        """The live page, where it is wanted; its link is printed, and in a file of this user alone while it is up."""
+        settings = self.settings
+        if settings.status_port is None:
+            yield
+            return
+        from elastic_spark.status import StatusPage
+
+        link = self.work / "status-link"
+        try:
+            page = StatusPage(path, self.name, host=settings.status_host, port=settings.status_port)
+        except OSError as error:
+            place = f"{settings.status_host}:{settings.status_port}"
+            print(f"elastic_spark: no live status at {place}: {error}", file=sys.stderr)
+            yield
+            return
+        link.unlink(missing_ok=True)
+        link.touch(mode=0o600)
+        link.write_text(page.url + "\n")
+        print(f"elastic_spark: live status at {page.url}", file=sys.stderr)
+        try:
+            yield
+        finally:
+            page.close()
+            link.unlink(missing_ok=True)
+
+    def _freeze(self, before: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
+        """The data in its order. ``before``: what the checkpoint to go on from notes of it; lanes are taken from there,
+        as their default depends on ``max_num_proc``, which may be another one now."""
+        settings = self.settings
+        assert settings.max_num_proc is not None
+        manifests: dict[str, Manifest] = {}
+        plans: dict[str, LanePlan] = {}
+        if not self.data:
+            return manifests, plans
+        from elastic_spark.driver.freeze import freeze
+
+        for name, source in self.data.items():
+            base = settings.data_uri or str(self.work / "data")
+            frozen = isinstance(source, Manifest)
+            manifest = source if frozen else freeze(source, f"{base.rstrip('/')}/{name}", name=name)
+            held = before.get(name, {}).get("lanes")
+            lanes = settings.lanes or held or choose_lanes(settings.max_num_proc, settings.global_batch, manifest.rows)
+            manifests[name] = manifest
+            plans[name] = LanePlan(manifest.group_rows, lanes, settings.global_batch, settings.seed, settings.shuffle)
+        return manifests, plans
+
+    def _newest(self) -> tuple[Checkpoint | None, list[Any]]:
+        from elastic_spark.driver.resume import base_of
+
+        if self.begin.checkpoint is not None:
+            return self.begin.checkpoint, self.begin.rejected
+        if not self.resumed:
+            return None, []
+        only_good = self.settings.guard != "warn"
+        found, rejected = self.store.newest_valid(self.job_id, refuse=lambda item: item.suspect if only_good else "")
+        found = found or base_of(self.record)
+        if found is None and self.settings.resume is not None:
+            reasons = "; ".join(item.reason for item in rejected) or "it ended before it wrote one"
+            raise errors.CheckpointInvalid(f"the job {self.name!r} has no valid checkpoint: {reasons}")
+        return found, rejected
+
+    def _conduct(
+        self,
+        journal: Any,
+        manifests: Mapping[str, Manifest],
+        plans: Mapping[str, LanePlan],
+        newest: Checkpoint | None,
+        rejected: Sequence[Any],
+        notes: Mapping[str, Any],
+    ) -> tuple[core.Ended, list[bytes | None]]:
+        """Start controller and slots, wait for the end, and leave nothing behind."""
+        from elastic_spark.agent.main import Launch
+        from elastic_spark.driver import spark
+        from elastic_spark.driver.controller import Controller
+
+        settings, key = self.settings, secrets.token_bytes(32)
+        slots: spark.SparkSlots | None = None
+
+        def on_generation(number: int, cause: str, size: int) -> None:
+            if slots is not None:
+                slots.describe(f"elastic_spark {self.name}: generation {number}, {size} workers ({cause})")
+
+        controller = self.controller = Controller(
+            settings.job_options(),
+            host=spark.driver_host(self.context),
+            key=key,
+            job_id=self.job_id,
+            plans=plans,
+            seed=settings.seed,
+            balance=settings.balance,
+            journal=journal,
+            store=self.store,
+            keep=settings.keep_checkpoints,
+            noted={"run_id": self.run_id, "plans": notes},
+            resumed=newest,
+            members_path=self.work / "members.json",
+            worker_output=self.output,
+            on_generation=on_generation,
+            on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
+        )
+        address = controller.start()
+        self._record_start(controller, manifests, plans, newest, rejected)
+        launch = Launch(
+            job_id=self.job_id,
+            address=address,
+            key=key,
+            payload=self.context.broadcast(self.payload),
+            worker=self._worker_config(manifests, plans),
+            env=self._worker_env(),
+        )
+        assert settings.max_num_proc is not None
+        slots = spark.SparkSlots(
+            self.context,
+            launch,
+            settings.max_num_proc + settings.spares,
+            on_draining=lambda executor, why: controller.post(core.Draining(executor, why)),
+            on_ended=lambda slot, why: controller.record(lambda now: ev.SlotEnded(at=now, slot=slot, reason=why)),
+            on_fault=lambda kind, why: controller.post(core.Fault(kind, why)),
+        )
+        slots.start()
+        try:
+            with _terminated_means_cancelled(controller):
+                _wait(controller)
+            ended, values = controller.outcome()
+            if ended.kind == "NotEnoughWorkers":
+                ended = dataclasses.replace(ended, error=f"{ended.error}; {spark.capacity(self.context)}")
+            return ended, values
+        finally:
+            slots.stop()
+            with contextlib.suppress(Exception):  # the context may be stopped: then the broadcast is gone already
+                launch.payload.unpersist()
+
+    def _record_start(
+        self,
+        controller: Any,
+        manifests: Mapping[str, Manifest],
+        plans: Mapping[str, LanePlan],
+        newest: Checkpoint | None,
+        rejected: Sequence[Any],
+    ) -> None:
+        from elastic_spark.driver import spark
+
+        settings = self.settings
+        controller.record(
+            lambda now: ev.JobStarted(
+                at=now,
+                job_name=self.name,
+                job_id=self.job_id,
+                run_id=self.run_id,
+                num_proc=settings.num_proc or 0,
+                min_num_proc=settings.min_num_proc or 0,
+                max_num_proc=settings.max_num_proc or 0,
+                resumed_from=newest.uri if newest is not None else None,
+                resumed_step=newest.step if newest is not None else 0,
+                resumed_cursors=newest.fields.get("cursors", {}) if newest is not None else {},
+                config=settings.public(),
+                versions=_versions(),
+            )
+        )
+        for item in rejected:
+            controller.record(lambda now, item=item: ev.CheckpointRejected(at=now, uri=item.uri, reason=item.reason))
+        for name, plan in plans.items():
+            controller.record(
+                lambda now, name=name, plan=plan: ev.DatasetFrozen(
+                    at=now,
+                    dataset=name,
+                    rows=plan.rows,
+                    digest=manifests[name].digest,
+                    lanes=plan.lanes,
+                    seed=plan.seed,
+                    global_batch=plan.global_batch,
+                    steps_per_epoch=plan.steps_per_epoch,
+                    row_groups=len(plan.groups),
+                    shuffle=plan.shuffle,
+                )
+            )
+        for sentence in spark.settings_that_hurt(self.context):
+            controller.record(lambda now, text=sentence: ev.Warned(at=now, message=text, where="Spark settings"))
+
+    def _worker_config(self, manifests: Mapping[str, Manifest], plans: Mapping[str, LanePlan]) -> dict[str, Any]:
+        settings = self.settings
+        datasets = {
+            name: {
+                "manifest": json.loads(manifest.to_json()),
+                "groups": plans[name].groups,
+                "plan": {
+                    "lanes": plans[name].lanes,
+                    "global_batch": plans[name].global_batch,
+                    "seed": plans[name].seed,
+                    "shuffle": plans[name].shuffle,
+                },
+            }
+            for name, manifest in manifests.items()
+        }
+        return {
+            "datasets": datasets,
+            "seed": settings.seed,
+            "cache_dir": settings.cache_dir,
+            "checkpoint_uri": self.store_uri,
+            "attempt": secrets.token_hex(4),
+            "rpo_target_s": settings.rpo_target_s,
+            "ckpt_budget": settings.ckpt_budget,
+            "nics": settings.nics,
+        }
+
+    def _worker_env(self) -> dict[str, str]:
+        return {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "OMP_NUM_THREADS": "1", **(self.settings.env or {})}
+
+    def _artifacts(self, path: Path) -> dict[str, str]:
+        from elastic_spark.report import render_html
+
+        artifacts = {"elastic/events.jsonl": str(path)}
+        page = self.work / "report.html"
+        try:
+            with path.open(encoding="utf-8") as lines:
+                page.write_text(render_html(list(ev.read_log(lines)), self.name), encoding="utf-8")
+            artifacts["elastic/report.html"] = str(page)
+        except Exception as error:  # the job's end must be told whatever happens to its report
+            print(f"elastic_spark: no report: {type(error).__name__}: {error}", file=sys.stderr)
+        return artifacts
+
+
+def _tracked(settings: JobConfig, which: str) -> Any:
+    """What MLflow knows of a run or model that is to be resumed."""
+    from elastic_spark.driver.resume import Tracked
+    from elastic_spark.tracking import find_checkpoint
+
+    found = find_checkpoint(which, tracking_uri=settings.tracking_uri)
+    return Tracked(**found, is_run=not which.startswith("m-"))
+
+
+def _require_the_same(checkpoint: Checkpoint | None, notes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ResumeRefused where going on from the checkpoint would silently break a guarantee."""
+    if checkpoint is None:
+        return
+    found = differences(checkpoint.fields.get("plans", {}), notes, checkpoint.fields.get("cursors", {}))
+    if found:
+        raise errors.ResumeRefused(
+            f"the checkpoint {checkpoint.uri} (step {checkpoint.step}) is not one of this order of rows: "
+            f"{'; '.join(found)}. To begin anew, choose another job_name"
+        )
+
+
+def _unpickled(blobs: Sequence[bytes | None]) -> list[Any]:
+    """What the ranks returned. The channel has authenticated it."""
+    values = []
+    for rank, blob in enumerate(blobs):
+        try:
+            values.append(cloudpickle.loads(blob) if blob is not None else None)
+        except Exception as error:
+            raise errors.UserCodeFailed(
+                f"what rank {rank} returned cannot be read on the driver: {type(error).__name__}: {error}. Return "
+                "plain values, arrays or tensors; the trained state is in the last checkpoint"
+            ) from error
+    return values
+
+
+def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any]:
+    chosen = ("num_proc", "min_num_proc", "max_num_proc", "spares", "global_batch", "seed", "shuffle", "rpo_target_s")
+    params = {name: getattr(settings, name) for name in chosen}
+    params.update({f"{name}_rows": plan.rows for name, plan in plans.items()})
+    params.update({f"{name}_lanes": plan.lanes for name, plan in plans.items()})
+    return params
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for package in ("elastic_spark", "horovod", "torch", "pyspark", "mlflow"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed here"
+    return found
+
+
+def _wait(controller: Any) -> None:
+    """Until the job has ended. Ctrl-C cancels it first, waits for its end, and then is raised."""
+    try:
+        while not controller.wait(0.2):
+            pass
+    except KeyboardInterrupt:
+        controller.post(core.Fault("JobCancelled", "interrupted by Ctrl-C"))
+        controller.wait(40.0)
+        raise
+
+
+@contextlib.contextmanager
+def _terminated_means_cancelled(controller: Any) -> Iterator[None]:
+    """SIGTERM ends the job in good order. Only the main thread may say so; elsewhere the signal is left alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    cancel = core.Fault("JobCancelled", "terminated by SIGTERM")
+    before = signal.signal(signal.SIGTERM, lambda *_: controller.post(cancel))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_if_failed(ended: core.Ended) -> None:
+    if ended.status == "FINISHED":
+        return
+    kind = getattr(errors, ended.kind, errors.ElasticSparkError)
+    if kind is errors.UserCodeFailed:
+        raise errors.UserCodeFailed(ended.error, ended.traceback)
+    raise kind(ended.error)
