@@ -170,7 +170,8 @@ def test_a_job_under_churn(tmp_path: Path) -> None:
     told = (tmp_path / "out.txt").read_text()
     assert code == 0, told + "".join(blows)
     assert "BROKEN" not in told
-    assert 0 < seen[0] < seen[1] < seen[2], "the live page counts along"
+    assert 0 < seen[0] <= seen[1] <= seen[2], "the live page counts along"
+    assert seen[0] < seen[2]
     assert not (tmp_path / "work" / "mine" / "status-link").exists()
     assert "3 of 3 blows fell" in told
     assert "kept    each row once an epoch" in told

@@ -194,7 +194,9 @@ def test_a_job_is_held_through_s3_too(store: CheckpointStore) -> None:
     first = JobFile(store.uri, lambda why: None)
     record, resumed = first.claim()
     first.release("FAILED")
-    again, resumed = JobFile(store.uri, lambda why: None).claim()
+    second = JobFile(store.uri, lambda why: None)
+    again, resumed = second.claim()
+    second.release("FAILED")
     assert (again.job_id, resumed) == (record.job_id, True)
 
 

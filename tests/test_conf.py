@@ -67,8 +67,11 @@ def refused() -> Iterator[Callable[[dict[str, str]], list[str]]]:
                     continue
                 try:
                     jvm.org.apache.spark.SparkConf(False).set(key, value).get(entry)
-                except Py4JJavaError as error:
-                    wrong.append(f"{key}={value}: {error.java_exception.getMessage()}")
+                except (Py4JJavaError, AssertionError) as error:
+                    # once this process has had a session, pyspark converts the errors of every JVM, and fails at it
+                    refusal = error if isinstance(error, Py4JJavaError) else error.__context__
+                    assert isinstance(refusal, Py4JJavaError)
+                    wrong.append(f"{key}={value}: {refusal.java_exception.getMessage()}")
                 except ValueError:  # Spark took it, and py4j cannot: the decimal number that spark.task.cpus is now
                     assert value.isdigit()
             return wrong

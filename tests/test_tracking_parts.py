@@ -106,7 +106,16 @@ def test_any_text_gives_a_key_that_mlflow_takes(text):
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("loss", "loss"), ("a/b.c-d e", "a/b.c-d e"), ("a:b*é", "a_b__"), ("../x", "x"), ("..", "_"), ("a//b/", "a/b")],
+    [
+        ("loss", "loss"),
+        ("a/b.c-d e", "a/b.c-d e"),
+        ("a:b*é", "a_b__"),
+        ("../x", "x"),
+        ("..", "_"),
+        ("a//b/", "a/b"),
+        ("..0", "_0"),
+        (".", "_"),
+    ],
 )
 def test_keys(name, key):
     assert values.key(name) == key

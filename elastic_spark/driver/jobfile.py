@@ -139,11 +139,11 @@ class JobFile:
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_S):
-            found = self.read()
-            if found is not None and found.holder != self._holder:
-                self._on_lost(f"the job at {self._uri} was taken over by process {found.pid} on {found.host}")
-                return
             try:
+                found = self.read()
+                if found is not None and found.holder != self._holder:
+                    self._on_lost(f"the job at {self._uri} was taken over by process {found.pid} on {found.host}")
+                    return
                 self._write()
             except StorageFailed:
                 continue  # storage is away: training goes on; the next renewal tries again

@@ -17,10 +17,10 @@ _PASSWORD = re.compile(r"(?<=://)[^/@]*@")
 
 def key(name: str) -> str:
     """A key of letters, digits and ``_-. /``, a normal relative path, at most 250 characters."""
-    plain = re.sub(r"[^\w\-. /]", "_", str(name), flags=re.ASCII)
+    plain = re.sub(r"[^\w\-. /]", "_", str(name), flags=re.ASCII)[:KEY_LENGTH]
     plain = posixpath.normpath(plain.strip("/ ") or "_")
-    plain = re.sub(r"^(\.\.?)(?=/|$)", "_", re.sub(r"^(\.\./)+", "", plain))
-    return plain[:KEY_LENGTH].rstrip("/ ")
+    plain = re.sub(r"^(\.\.|\.$)", "_", re.sub(r"^(\.\./)+", "", plain))
+    return plain.rstrip("/ ")
 
 
 def tag(value: object) -> str:
