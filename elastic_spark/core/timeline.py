@@ -160,7 +160,7 @@ def speed(commits: Sequence[tuple[float, float]], bins: int) -> list[tuple[float
     A stretch without a commit has speed 0: a pause is seen as one. The first commit starts the clock and adds nothing.
     """
     commits = sorted(commits)
-    if len(commits) < 2 or commits[-1][0] <= commits[0][0]:
+    if len(commits) < 2 or commits[-1][0] - commits[0][0] < 1e-6:  # less than the times can tell
         return []
     begin, end = commits[0][0], commits[-1][0]
     bins = max(1, min(bins, (len(commits) - 1) // 8))

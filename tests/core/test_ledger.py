@@ -256,3 +256,5 @@ def test_a_report_found_in_memory_completes_what_others_said_and_counts_nobody_t
     facts = ledger.begin(2, ["c"], 3, "all lost", 4.0)
     assert [(fact.first_step, fact.rows, fact.missing) for fact in facts] == [(1, 16, 0), (3, 5, 1)]
     assert ledger.committed == 3
+    ledger.find("b", [Report(3, 3.0, 5)])
+    assert ledger.begin(3, ["c"], 3, "all lost", 5.0) == []
