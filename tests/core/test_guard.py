@@ -119,3 +119,9 @@ def test_the_limit_is_above_all_that_was_seen_and_scales_with_it(values, scale, 
     assert scaled.limit == pytest.approx(scale * found.limit, rel=1e-6, abs=1e-6)
     moved = usual([value + shift for value in values])
     assert moved.mad == pytest.approx(found.mad, rel=1e-6, abs=1e-6)
+
+
+def test_other_facts_change_nothing():
+    guard = Guard()
+    assert guard.add(ev.Warned(at=0.0, message="slow")) == []
+    assert [alarm.step for alarm in feed(guard, 1, [1.0, math.nan], "loss")] == [2]

@@ -533,3 +533,10 @@ def test_a_roll_back_cuts_through_events_that_were_joined():
     out = summarise(log)
     assert (out["rows_once"], out["rows_twice"], out["rows_open"], out["steps"]) == (40, 0, 60, 4)
     assert (out["steps_lost"], out["rows_lost"], out["seconds_lost"]) == (4, 40, 4.0)
+
+
+def test_alarms_of_the_guard_are_in_the_summary():
+    alarm = ev.GuardAlarm(
+        at=1.0, generation=1, step=4, key="loss", kind="not finite", value=float("nan"), suspect_from=4
+    )
+    assert summarise([alarm])["guard_alarms"] == ["loss is nan at step 4"]

@@ -180,3 +180,10 @@ def test_start_tells_versions_and_where_it_resumed():
     }
     again = told(recorder, ev.JobStarted(at=0.0, **start, resumed_from="c", resumed_step=4))
     assert tags(again) == {"elastic.resumed_from": "c", "elastic.resumed_step": "4"}
+
+
+def test_an_alarm_of_the_guard_is_a_numbered_tag():
+    alarm = ev.GuardAlarm(
+        at=1.0, generation=1, step=4, key="loss", kind="not finite", value=float("nan"), suspect_from=4
+    )
+    assert tags(told(Recorder(), alarm))["elastic.guard.001"] == "loss is nan at step 4"
