@@ -28,6 +28,7 @@ from elastic_spark.core.pace import Pace
 from elastic_spark.driver import discovery
 from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
+from elastic_spark.driver.peers import Peers, agent_news, refuse, reports, worker_news
 from elastic_spark.driver.rendezvous import Rendezvous
 from elastic_spark.transport import Address, Connection, Message, Server
 
@@ -84,10 +85,7 @@ class Controller:
         )
         self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
         self._guard = Guard()
-        self._agents: dict[str, Connection] = {}
-        self._workers: dict[str, Connection] = {}
-        self._names: dict[Connection, str] = {}
-        self._registered = 0
+        self._peers = Peers()
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
         self._found: dict[str, tuple[str, list[Report]]] = {}
@@ -250,58 +248,35 @@ class Controller:
             if _minor(hello["python"]) != _minor(platform.python_version()):
                 self._turn(core.Fault("EnvironmentUnfit", _other_python(hello)))
                 return
-            name = f"a{self._registered}"
-            self._registered += 1
-            self._agents[name] = connection
-            self._names[connection] = name
-            self._journal.append(
-                ev.AgentRegistered(
-                    at=self._now(),
-                    agent=name,
-                    slot=hello["slot"],
-                    host=hello["host"],
-                    executor=hello["executor"],
-                    pid=hello["pid"],
-                )
-            )
+            name = self._peers.add_agent(connection)
+            about = {key: hello[key] for key in ("slot", "host", "executor", "pid")}
+            self._journal.append(ev.AgentRegistered(at=self._now(), agent=name, **about))
             self._on_agent(hello["slot"], hello["executor"])
             self._turn(core.AgentUp(name, hello["slot"], hello["host"], hello["executor"]))
-        elif hello["worker"] in self._job.workers and hello["worker"] not in self._workers:
-            self._workers[hello["worker"]] = connection
-            self._names[connection] = hello["worker"]
+        elif hello["worker"] in self._job.workers and hello["worker"] not in self._peers.workers:
+            self._peers.add_worker(hello["worker"], connection)
             self._turn(core.WorkerUp(hello["worker"]))
         else:
-            connection.send({"type": "stop", "reason": "not a worker of this job any more"})
-            connection.close()
+            refuse(connection, "not a worker of this job any more")
 
     def _closed(self, connection: Connection) -> None:
-        name = self._names.pop(connection, None)
-        if name is None:
-            return
-        if self._agents.get(name) is connection:
-            del self._agents[name]
-            self._turn(core.AgentDown(name, "its connection ended"))
-        elif self._workers.get(name) is connection:
-            del self._workers[name]
-            self._found.pop(name, None)
-            self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(name, "process died", "connection ended"))
+        agent, worker = self._peers.agent(connection), self._peers.worker(connection)
+        self._peers.forget(connection)
+        if agent is not None:
+            self._turn(core.AgentDown(agent, "its connection ended"))
+        elif worker is not None:
+            self._found.pop(worker, None)
+            self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(worker, "process died", "connection ended"))
 
     def _received(self, connection: Connection, message: Message, blob: bytes) -> None:
-        name = self._names.get(connection)
-        if name is None:
-            return
-        if self._agents.get(name) is connection:
-            self._agent_says(name, message)
-        elif self._workers.get(name) is connection:
-            self._worker_says(name, message, blob)
+        agent, worker = self._peers.agent(connection), self._peers.worker(connection)
+        if agent is not None:
+            self._agent_says(agent, message)
+        elif worker is not None:
+            self._worker_says(worker, message, blob)
 
     def _agent_says(self, agent: str, message: Message) -> None:
-        kind = message["type"]
-        if kind == "heartbeat":
-            self._turn(core.AgentHeard(agent))
-            for worker in message["busy"]:
-                self._turn(core.Heard(worker))
-        elif kind == "spawned":
+        if message["type"] == "spawned":
             known = self._job.agents.get(agent)
             self._journal.append(
                 ev.WorkerSpawned(
@@ -313,47 +288,37 @@ class Controller:
                     pid=message["pid"],
                 )
             )
-        elif kind == "output":
+        elif message["type"] == "output":
             self._worker_output(message["worker"], tuple(message["lines"]))
-        elif kind == "exited":
-            code = message["code"]
-            cause = "exited without returning" if code == 0 else "process died"
-            detail = "exit code unknown" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._turn(core.WorkerDown(message["worker"], cause, detail, code, message["tail"]))
+        for news in agent_news(agent, message):
+            self._turn(news)
 
     def _worker_says(self, worker: str, message: Message, blob: bytes) -> None:
-        kind = message["type"]
-        if kind == "heartbeat":
-            self._turn(core.Heard(worker, message["where"], message["waits"]))
-        elif kind == "progress":
-            reports = _reports(message["reports"])
-            self._ledger.report(worker, message["generation"], reports)
-            if self._pace is not None:
-                self._pace.report(worker, message["generation"], reports)
-        elif kind == "ready":
-            self._found[worker] = message["of"], _reports(message["reports"])
-            self._turn(core.Ready(worker, message["step"], message["generation"]))
-        elif kind == "asked":
-            self._turn(core.Asked(worker, message["generation"], message["step"], message["reason"], message["error"]))
-        elif kind == "initialised":
-            self._turn(core.Initialised(worker, message["generation"]))
-        elif kind == "checkpoint":
-            self._commit_checkpoint(worker, message)
-        elif kind == "plan_parts":
-            if message["generation"] == self._job.generation and worker in self._job.members:
-                for member in self._job.members:
-                    self._tell(self._workers, member, {**message, "type": "parts"})
-        elif kind == "checkpoint_skipped":
-            self._journal.append(ev.CheckpointSkipped(at=self._now(), step=message["step"], reason=message["reason"]))
-        elif kind == "result":
-            if worker in self._job.members:
-                self._take_down(self._ledger.complete(self._now(), self._gone()))  # the guard first
-                self._results[worker] = blob
-                self._turn(core.Finished(worker))
-        elif kind == "user_error":
-            self._turn(core.UserError(worker, message["step"], message["at"], message["error"], message["traceback"]))
-        elif kind == "collective_failed":
-            self._turn(core.WorkerDown(worker, "collective failed", message["error"]))
+        match message["type"]:
+            case "progress":
+                told_of = reports(message["reports"])
+                self._ledger.report(worker, message["generation"], told_of)
+                if self._pace is not None:
+                    self._pace.report(worker, message["generation"], told_of)
+            case "ready":
+                self._found[worker] = message["of"], reports(message["reports"])
+            case "checkpoint":
+                self._commit_checkpoint(worker, message)
+            case "plan_parts":
+                if message["generation"] == self._job.generation and worker in self._job.members:
+                    for member in self._job.members:
+                        self._peers.tell_worker(member, {**message, "type": "parts"})
+            case "checkpoint_skipped":
+                skipped = ev.CheckpointSkipped(at=self._now(), step=message["step"], reason=message["reason"])
+                self._journal.append(skipped)
+            case "result":
+                if worker in self._job.members:
+                    self._take_down(self._ledger.complete(self._now(), self._gone()))  # the guard first
+                    self._results[worker] = blob
+                    self._turn(core.Finished(worker))
+        news = worker_news(worker, message)
+        if news is not None:
+            self._turn(news)
 
     def _commit_checkpoint(self, worker: str, message: Message) -> None:
         """A part has been written. Only a living member's counts."""
@@ -379,59 +344,61 @@ class Controller:
             self._journal.append(effect.event)
 
     def _do_spawn(self, effect: core.Spawn) -> None:
-        self._tell(self._agents, effect.agent, {"type": "spawn", "worker": effect.worker})
+        self._peers.tell_agent(effect.agent, {"type": "spawn", "worker": effect.worker})
 
     def _do_kill(self, effect: core.Kill) -> None:
         """Through the agent, which can kill a stopped process, and directly, for where the agent is cut off."""
-        self._tell(self._agents, effect.agent, {"type": "kill", "worker": effect.worker})
-        self._fence(effect.worker, "stop", "declared lost")
-
-    def _fence(self, worker: str, kind: str, reason: str) -> None:
-        """The worker's last message. Its connection is closed from this side, so nothing it says counts any more."""
-        connection = self._workers.pop(worker, None)
-        self._found.pop(worker, None)
-        if connection is not None:
-            self._names.pop(connection, None)
-            connection.send({"type": kind, "reason": reason})
-            connection.close()
+        self._peers.tell_agent(effect.agent, {"type": "kill", "worker": effect.worker})
+        self._peers.fence(effect.worker, "declared lost")
+        self._found.pop(effect.worker, None)
 
     def _do_release(self, effect: core.Release) -> None:
-        connection = self._agents.pop(effect.agent, None)
-        if connection is not None:
-            self._names.pop(connection, None)
-            connection.send({"type": "stop", "reason": effect.reason})
+        self._peers.release(effect.agent, effect.reason)
 
     def _do_dismiss(self, effect: core.Dismiss) -> None:
-        self._tell(self._workers, effect.worker, {"type": "leave", "reason": effect.reason})
+        self._peers.tell_worker(effect.worker, {"type": "leave", "reason": effect.reason})
         self._results.pop(effect.worker, None)
 
     def _do_notify(self, effect: core.Notify) -> None:
         for worker in effect.workers:
-            self._tell(self._workers, worker, {"type": "notify"})
+            self._peers.tell_worker(worker, {"type": "notify"})
 
     def _do_save_now(self, effect: core.SaveNow) -> None:
-        self._tell(self._workers, effect.worker, {"type": "save"})
+        self._peers.tell_worker(effect.worker, {"type": "save"})
 
     def _do_break(self, effect: core.BreakGeneration) -> None:
         self._rendezvous.cancel(effect.generation)
         addresses = self._rendezvous.addresses(effect.generation)
+        abort = {"type": "abort", "generation": effect.generation, "addresses": addresses}
         for worker in effect.workers:
-            self._tell(
-                self._workers, worker, {"type": "abort", "generation": effect.generation, "addresses": addresses}
-            )
+            self._peers.tell_worker(worker, abort)
 
     def _do_form(self, effect: core.Form) -> None:
         self._spawn(self._form(effect))
 
-    async def _form(self, effect: core.Form) -> None:
-        restored = None
+    async def _checkpoint_for(self, effect: core.Form) -> Checkpoint | None:
+        """What the generation starts from, where its members do not hold the state themselves."""
         if effect.before is not None:
-            restored = await self._checkpoints.good_before(effect.before, effect.generation)
-            if restored is None:
+            good = await self._checkpoints.good_before(effect.before, effect.generation)
+            if good is None:
                 why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
                 self._turn(core.Fault("GuardStopped", why))
-        elif effect.restore:
-            restored = await self._checkpoints.newest(effect.generation)
+            return good
+        return await self._checkpoints.newest(effect.generation) if effect.restore else None
+
+    def _own_lanes(self, effect: core.Form) -> dict[str, Mapping[str, tuple[int, ...]]]:
+        """The lanes of each data set by member; as many as possible stay with whom they were."""
+        weights = self._pace.weights(effect.members, self._now()) if self._pace is not None else None
+        self._lanes = {
+            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
+            for name, plan in self._plans.items()
+        }
+        if self._pace is not None:
+            self._pace.begin(effect.generation, effect.members, self._lanes, self._now())
+        return self._lanes
+
+    async def _form(self, effect: core.Form) -> None:
+        restored = await self._checkpoint_for(effect)
         if self._job.generation != effect.generation or self._job.ended is not None:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
@@ -441,14 +408,7 @@ class Controller:
             self._ledger.find(*self._found.get(finder, ("", [])))
         await self._rendezvous.open(effect.generation, effect.members)
         environments = self._rendezvous.environment(effect.generation)
-        weights = self._pace.weights(effect.members, self._now()) if self._pace is not None else None
-        lanes = {
-            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
-            for name, plan in self._plans.items()
-        }
-        self._lanes = dict(lanes)
-        if self._pace is not None:
-            self._pace.begin(effect.generation, effect.members, lanes, self._now())
+        lanes = self._own_lanes(effect)
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
         formed = ev.GenerationFormed(
             at=self._now(),
@@ -473,7 +433,7 @@ class Controller:
                 "seed": self._seed,
             }
             message = {"type": "assignment", "generation": effect.generation, "rank": rank, "env": environment}
-            self._tell(self._workers, worker, {**message, "size": len(effect.members), "body": body})
+            self._peers.tell_worker(worker, {**message, "size": len(effect.members), "body": body})
         for old in range(max(1, effect.generation - 3), effect.generation):
             self._rendezvous.close(old)
         if self._job.broken and self._job.generation == effect.generation:
@@ -488,28 +448,13 @@ class Controller:
         """Pending commits, then everybody is told to go, and has a moment to."""
         if self._commits:
             await asyncio.wait(self._commits, timeout=30.0)
-        for worker in list(self._workers):
-            self._tell(self._workers, worker, {"type": "stop", "reason": "the job has ended"})
-        for agent in list(self._agents):
-            self._tell(self._agents, agent, {"type": "stop", "reason": "the job has ended"})
+        self._peers.dismiss_all("the job has ended")
         if self._last_fact is not None:
             self._journal.append(self._last_fact)
         deadline = time.monotonic() + FAREWELL_S
-        while (self._agents or self._workers) and time.monotonic() < deadline:
+        while (self._peers.agents or self._peers.workers) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         discovery.publish(self._members_path, [], self._job.generation)
-
-    def _tell(self, peers: Mapping[str, Connection], name: str, message: Message) -> None:
-        connection = peers.get(name)
-        if connection is not None:
-            connection.send(message)
-
-
-def _reports(items: list[dict[str, Any]]) -> list[Report]:
-    return [
-        Report(**{**item, "cursors": {name: (int(e), int(o)) for name, (e, o) in item["cursors"].items()}})
-        for item in items
-    ]
 
 
 def _minor(version: str) -> str:
