@@ -393,7 +393,8 @@ def _unpickled(blobs: Sequence[bytes | None]) -> list[Any]:
 
 def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any]:
     chosen = ("num_proc", "min_num_proc", "max_num_proc", "spares", "global_batch", "seed", "shuffle", "rpo_target_s")
-    params = {name: getattr(settings, name) for name in chosen}
+    params: dict[str, Any] = dict(settings.params or {})
+    params.update({name: getattr(settings, name) for name in chosen})
     params.update({f"{name}_rows": plan.rows for name, plan in plans.items()})
     params.update({f"{name}_lanes": plan.lanes for name, plan in plans.items()})
     return params

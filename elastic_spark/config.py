@@ -66,7 +66,8 @@ class JobConfig:
 
     Tracking:
         tracking_uri, experiment, run_name: MLflow; default: what MLflow itself is set to, else SQLite in the current
-            directory. tracking: False switches MLflow off.
+            directory. tracking: False switches MLflow off. The run is nested under the active run, if there is one.
+        params: by name, whatever else the run should record, as ``{"lr": 1e-3}``.
         verbose: 0 nothing, 1 progress, 2 also the workers' output.
         status_port: a live page on the driver, and /metrics for Prometheus, at this port; 0: a free one; default: none.
             The link is printed and holds a token. status_host: the interface, as a name or address; loopback unless
@@ -104,6 +105,7 @@ class JobConfig:
     tracking_uri: str | None = None
     experiment: str | None = None
     run_name: str | None = None
+    params: Mapping[str, str] | None = None
     verbose: int = 1
     status_port: int | None = None
     status_host: str = "127.0.0.1"
@@ -216,7 +218,7 @@ def _as(name: str, hint: Any, value: Any) -> Any:
     """``value`` as the option's type, or a `ConfigError`.
 
     Whole numbers pass as floats, paths as strings, lists and sets as tuples of strings, numbers among environment
-    variables as strings. What is true or false is no number.
+    variables, and all params, as strings. What is true or false is no number.
     """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
@@ -228,7 +230,7 @@ def _as(name: str, hint: Any, value: Any) -> Any:
         if base is tuple and isinstance(value, (list, set, frozenset, tuple)):
             return tuple(str(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value))
         if base is Mapping and isinstance(value, Mapping):
-            return _environment(name, value)
+            return _environment(name, value) if name == "env" else {str(k): str(v) for k, v in value.items()}
         if base is str and isinstance(value, Path):
             return str(value)
         if isinstance(value, base):

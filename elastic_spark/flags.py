@@ -39,8 +39,8 @@ def _config_options(command: Callable[..., None]) -> Callable[..., None]:
             option = click.option(f"{flag}/--no-{flag[2:]}", default=None, help=told.get(item.name))
         elif kind in (int, float, str):
             option = click.option(*flags, type=kind, help=told.get(item.name))
-        else:  # nics: names; env: NAME=VALUE
-            metavar = "NAME=VALUE" if item.name == "env" else "NAME"
+        else:  # nics: names; env, params: NAME=VALUE
+            metavar = "NAME" if typing.get_origin(kind) is tuple else "NAME=VALUE"
             option = click.option(*flags, multiple=True, metavar=metavar, help=told.get(item.name))
         command = option(command)
     return command
@@ -84,10 +84,11 @@ def asked(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -
 
     flags = {item.name: given[item.name] for item in dataclasses.fields(JobConfig)}
     flags["nics"] = tuple(name for names in flags["nics"] for name in names.split(",")) or None
-    flags["env"] = _pairs("--env", flags["env"]) or None
     options = _nested(given["sets"])
-    if flags["env"] and isinstance(options.get("env"), dict):
-        flags["env"] = {**options["env"], **flags["env"]}
+    for name in ("env", "params"):
+        flags[name] = _pairs(f"--{name}", flags[name]) or None
+        if flags[name] and isinstance(options.get(name), dict):
+            flags[name] = {**options[name], **flags[name]}
     options.update({name: value for name, value in flags.items() if value is not None})
     if defaults:
         settings, plain = JobConfig.resolve(given["file"], **options), JobConfig()

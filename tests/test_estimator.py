@@ -14,10 +14,12 @@ import threading
 import time
 from pathlib import Path
 
+import mlflow
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from mlflow import MlflowClient
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
@@ -183,27 +185,46 @@ def test_a_fitted_pipeline_is_loaded_in_a_new_process(fitted):
     assert not again.module.training
 
 
-def test_cross_validation_is_a_job_for_each_fit(spark, quiet, tmp_path):
-    tracking = {"tracking": True, "tracking_uri": f"sqlite:///{tmp_path / 'mlflow.db'}", "experiment": "cv"}
-    estimator = regression(quiet, epochs=2, num_proc=1, options={**quiet, **tracking})
+def test_cross_validation_is_a_job_and_a_nested_run_for_each_fit(spark, quiet, tmp_path, monkeypatch):
+    """Also of a Pipeline, which Spark fits in threads that do not see the active run."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    estimator = regression(quiet, epochs=2, num_proc=1, options={**quiet, "tracking": True, "tracking_uri": uri})
+    rates = (1e-4, 0.2)
     grid = (
         ParamGridBuilder()
-        .addGrid(estimator.optimizer, [functools.partial(torch.optim.SGD, lr=lr) for lr in (1e-4, 0.2)])
+        .addGrid(estimator.optimizer, [functools.partial(torch.optim.SGD, lr=lr) for lr in rates])
         .build()
     )
     validator = CrossValidator(
-        estimator=estimator,
+        estimator=Pipeline(stages=[estimator]),
         estimatorParamMaps=grid,
         evaluator=RegressionEvaluator(metricName="rmse"),
         numFolds=2,
         seed=1,
         collectSubModels=True,
     )
-    fitted = validator.fit(line(spark, 100).select("id", "features", "label"))
+    before = mlflow.get_tracking_uri()
+    try:
+        mlflow.set_tracking_uri(uri)
+        with mlflow.start_run(run_name="the search") as search:
+            fitted = validator.fit(line(spark, 100).select("id", "features", "label"))
+    finally:
+        mlflow.set_tracking_uri(before)
     assert fitted.avgMetrics[1] < 0.5 * fitted.avgMetrics[0]
-    runs = [model.facts["run_id"] for fold in fitted.subModels for model in fold]
-    assert len({*runs, fitted.bestModel.facts["run_id"]}) == 5
-    assert fitted.bestModel.facts["rows"] == 100
+    best = fitted.bestModel.stages[0].facts
+    runs = {
+        model.stages[0].facts["run_id"]: lr for fold in fitted.subModels for lr, model in zip(rates, fold, strict=True)
+    }
+    runs[best["run_id"]] = rates[1]
+    assert len(runs) == 5
+    client = MlflowClient(uri)
+    for run_id, lr in runs.items():
+        run = client.get_run(run_id)
+        assert run.data.tags["mlflow.parentRunId"] == search.info.run_id
+        assert run.info.experiment_id == search.info.experiment_id
+        assert run.data.params["optimizer"] == f"torch.optim.sgd.SGD(lr={lr})"
+    assert client.get_run(search.info.run_id).data.params == {}
+    assert best["rows"] == 100
     assert estimator.getOptimizer().keywords == {"lr": 0.2}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +15,8 @@ import torch
 from elastic_spark.checkpoint.manifest import JSON, WrittenPart
 from elastic_spark.checkpoint.store import CheckpointStore
 
+#: Of the writing thread, where cores are short.
+NICE = 10
 _log = logging.getLogger(__name__)
 
 
@@ -93,6 +97,8 @@ class BackgroundWriter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # of this thread alone, and of those that it starts: training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._order is not None or self._closed)

@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+#: Share of the RPO target that is aimed at.
+AIM = 0.97
+
 
 def due(
     now: float,
@@ -24,14 +27,15 @@ def due(
     ``write_s``: from the state being current until it is durable.
 
     Two bounds ask for an interval T between saves: losing everything just before a save is durable loses
-    ``T + write_s``, so ``T <= rpo_target_s - write_s``, a step less because saves happen only at commits; and a share
+    ``T + write_s``, so ``T <= rpo_target_s - write_s``, a step less because saves happen only at commits, and of
+    ``rpo_target_s`` only `AIM`, because the next write may take longer than the last one; and a share
     ``last_cost_s / T`` of the time goes into saving, so ``T >= last_cost_s / budget``. Where both cannot hold the
     budget does, and the reason gives the RPO that remains.
     """
     if last_save_at is None:
         return True, "the first checkpoint of this driver"
     elapsed = now - last_save_at
-    wanted = max(rpo_target_s - write_s - step_s, 0.0)
+    wanted = max(AIM * rpo_target_s - write_s - step_s, 0.0)
     allowed = last_cost_s / budget if budget > 0 else math.inf if last_cost_s > 0 else 0.0
     if allowed > wanted:
         bound = (

@@ -170,7 +170,8 @@ class ElasticTorchEstimator(Estimator["ElasticTorchModel"], _HasFit, MLWritable,
         options: further options of `elastic_spark.JobConfig`, as ``{"experiment": "flights", "seed": 1}``.
 
     A fit computes the DataFrame several times: ``cache()`` it where that is dear. Each fit is a tracking run of its
-    own, also within CrossValidator. Batch norm needs shares of at least two rows: batches well above the workers.
+    own, nested under the active run if there is one; CrossValidator fits several times. Batch norm needs shares of at
+    least two rows: batches well above the workers.
 
     Saving (``write``): without pickle, see elastic_spark/estimator/recipe.py. Code is saved as its import path, so it
     must be importable where it is loaded; a model may also be an instance built of torch's own layers.
@@ -258,8 +259,15 @@ class ElasticTorchEstimator(Estimator["ElasticTorchModel"], _HasFit, MLWritable,
             options["job_name"] = f"{self.getOrDefault(self.run_id)}-{self._identity(data.fingerprint, module)}"
         if self.isDefined(self.store) and "data_uri" not in options:
             options["data_uri"] = f"{self.getOrDefault(self.store).rstrip('/')}/data"
+        options["params"] = {**self._told(), **(options.get("params") or {})}
         facts = {"widths": data.widths, "output_width": output_width, "rows": data.rows, "val_rows": data.val_rows}
         return self._copyValues(_trained(task, sets, options, described, facts))
+
+    def _told(self) -> dict[str, Any]:
+        """The Params of the fit, for the tracking run: what tells the runs of a CrossValidator apart."""
+        names = ("model", "optimizer", "loss", "epochs", "patience", "validation", "feature_cols", "label_cols")
+        values = {name: self._optional(name) for name in names}
+        return {name: _shown(value) if name in CODE else value for name, value in values.items() if value is not None}
 
     def _identity(self, fingerprint: str, module: torch.nn.Module) -> str:
         """Of data and Params: fits that differ in these, as those of a CrossValidator do, are different jobs."""
@@ -362,6 +370,6 @@ def _describe_or_warn(model: Any) -> dict[str, Any] | None:
 
 def _shown(value: Any) -> str:
     """Code by name and arguments: the same text in each process."""
-    arguments = getattr(value, "keywords", None)
+    arguments = ", ".join(f"{name}={item!r}" for name, item in getattr(value, "keywords", {}).items())
     plain = getattr(value, "func", value)
     return f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', type(plain).__name__)}({arguments})"

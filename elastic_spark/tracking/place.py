@@ -9,8 +9,10 @@ import importlib.metadata
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from elastic_spark.errors import ConfigError
@@ -71,12 +73,27 @@ def resolve_experiment(given: str | None, uri: str, parent_experiment: str | Non
 
 
 def active_run(uri: str) -> tuple[str, str] | None:
-    """``(run id, experiment id)`` of the user's active run in this thread, if it lives in the same store."""
+    """``(run id, experiment id)`` of the user's active run, if it lives in the same store.
+
+    That is the one of this thread. Threads that are not the main one, as those in which CrossValidator fits, take the
+    newest of any thread where they have none.
+    """
     mlflow = sys.modules.get("mlflow")
-    run = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
-    if run is None or mlflow is None or mlflow.get_tracking_uri() != uri:
+    if mlflow is None or not hasattr(mlflow, "active_run"):
+        return None
+    run = mlflow.active_run()
+    if run is None and threading.current_thread() is not threading.main_thread():
+        run = _active_in_any_thread()
+    if run is None or mlflow.get_tracking_uri() != uri:
         return None
     return run.info.run_id, run.info.experiment_id
+
+
+def _active_in_any_thread() -> Any:
+    from mlflow.tracking import fluent
+
+    newest = getattr(fluent, "_get_latest_active_run", None)  # private: where it is not, there is none
+    return newest() if newest is not None else None
 
 
 def sqlite_path(uri: str) -> Path | None:

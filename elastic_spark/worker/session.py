@@ -302,6 +302,7 @@ class _Saver:
         self._planned = (0, 0)  # generation and step of the last plan
         self._cost_s = 0.0
         self._write_s = 0.0
+        self._step_s = 0.0
         self._committed_at = time.monotonic()
         self._skipped_at = 0.0
         self._fields: dict[str, Any] = {}
@@ -309,7 +310,8 @@ class _Saver:
 
     def consider(self, state: ElasticState, ranks: int, *, asked: bool) -> None:
         now = time.monotonic()
-        step_s, self._committed_at = now - self._committed_at, now
+        self._step_s = max(now - self._committed_at, 0.9 * self._step_s)  # the next may be as long as any lately
+        step_s, self._committed_at = self._step_s, now
         if self._saved_at is None and not asked:
             self._saved_at = now  # what this generation started from is durable, or is not worth a checkpoint
             return

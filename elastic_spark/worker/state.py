@@ -23,20 +23,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from elastic_spark.core.ledger import Report
 from elastic_spark.errors import StateDiverged
-from elastic_spark.worker import collective, tree
+from elastic_spark.worker import collective, marks, tree
 from elastic_spark.worker.collective import Assignment
 from elastic_spark.worker.memory import Snapshot
 from elastic_spark.worker.pace import StepClock
@@ -45,8 +43,9 @@ from elastic_spark.worker.session import session
 if TYPE_CHECKING:
     from elastic_spark.worker.data import Batch
 
-#: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit.
-SNAPSHOT_BUDGET = 0.01
+#: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit. Checkpoints take
+#: one besides: together with these, with marks and with writing, it is to stay at about one per cent.
+SNAPSHOT_BUDGET = 0.0025
 _CHUNK = 64 << 20
 
 
@@ -91,6 +90,7 @@ class ElasticState(State):  # type: ignore[misc]
         self._snapshot_cost_s = 0.0
         self._snapshot_at = 0.0
         self._notice = False
+        self._random, self._buffers = marks.RandomMarks(), marks.BufferMarks(self._objects.values())
         self._synced = False
         tree.flatten(self._attributes(), "attributes")  # refuse at once what could not be kept
         self._mark()
@@ -155,21 +155,15 @@ class ElasticState(State):  # type: ignore[misc]
         self._drawn = {}
         self._marked_step = self.step
         self._marked_cursors = dict(self._cursors)
-        self._marked_attributes = copy.deepcopy(self._attributes())
-        self._marked_random = _random_state()
-        with torch.no_grad():
-            self._marked_buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        self._marked_attributes = marks.copied(self._attributes())
+        self._marked_random = self._random.take()
+        self._buffers.take()
 
     def _note_step(self, *_arguments: Any) -> None:
         self._optimizer_steps += 1
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
-
-    def _buffers(self) -> Iterable[torch.Tensor]:
-        for item in self._objects.values():
-            if isinstance(item, torch.nn.Module):
-                yield from item.buffers()
 
     def _maybe_snapshot(self) -> None:
         now = time.monotonic()
@@ -222,7 +216,7 @@ class ElasticState(State):  # type: ignore[misc]
         if self._snapshot is None or self._snapshot.step != self.step:
             self._take_snapshot()
         assert self._snapshot is not None
-        return self._snapshot, {"random": random_as_tree()}
+        return self._snapshot, {"random": marks.random_as_tree()}
 
     def digests(self) -> tuple[bytes, dict[str, str]]:
         """SHA-256 of everything, and of each part by name: on this all ranks must agree."""
@@ -244,13 +238,11 @@ class ElasticState(State):  # type: ignore[misc]
         if self._optimizer_steps and self._snapshot is not None:
             self.put_back(self._snapshot.body["state"], self._snapshot.tensors)
             return
-        with torch.no_grad():
-            for buffer, kept in self._marked_buffers:
-                buffer.copy_(kept)
-        for name, value in copy.deepcopy(self._marked_attributes).items():
+        self._buffers.put_back()
+        for name, value in marks.copied(self._marked_attributes).items():
             setattr(self, name, value)
         self.step, self._cursors = self._marked_step, dict(self._marked_cursors)
-        _set_random_state(self._marked_random)
+        marks.set_random_state(self._marked_random)
         self._mark()
 
     def sync(self) -> None:
@@ -267,7 +259,7 @@ class ElasticState(State):  # type: ignore[misc]
             if not self._agree(mine):
                 self._name_the_difference(place.rank)
         if newcomer and place.rank != 0:
-            _derive_random_state(place.body["seed"], place.generation, place.rank)
+            marks.derive_random_state(place.body["seed"], place.generation, place.rank)
         self._synced = True
         self._mark()
         self._maybe_snapshot()
@@ -280,11 +272,11 @@ class ElasticState(State):  # type: ignore[misc]
         if place.body["memory"]:
             found = session().load_found()
             self.put_back(found.body["state"], found.tensors)
-            _derive_random_state(place.body["seed"], place.generation, place.rank)
+            marks.derive_random_state(place.body["seed"], place.generation, place.rank)
         else:
             body, tensors, extra = session().load_checkpoint(place.body["restore"])
             self.put_back(body, tensors)
-            _set_random_state(tree.unflatten(extra["random"], {}))
+            marks.set_random_state(tree.unflatten(extra["random"], {}))
         self._synced = True
 
     def on_reset(self) -> None:
@@ -367,35 +359,3 @@ def _has_state(item: Any) -> bool:
 def _load(item: Any, value: Any) -> None:
     """``load_state_dict`` of a copy: optimizers keep the tensors that they are given and write into them."""
     item.load_state_dict(value if isinstance(item, torch.nn.Module) else copy.deepcopy(value))
-
-
-def _random_state() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-
-
-def random_as_tree() -> Any:
-    """The random generators of this process as JSON."""
-    state = _random_state()
-    kind, keys, *rest = state["numpy"]
-    plain = {
-        "torch": state["torch"].numpy().tobytes(),
-        "numpy": (kind, np.asarray(keys).tolist(), *rest),
-        "python": state["python"],
-    }
-    return tree.flatten(plain, "random")[0]
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    words = state["torch"]
-    torch.set_rng_state(torch.frombuffer(bytearray(words), dtype=torch.uint8) if isinstance(words, bytes) else words)
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-    random.setstate(state["python"])
-
-
-def _derive_random_state(seed: int, generation: int, rank: int) -> None:
-    """A stream of its own for a newcomer: no two ranks draw the same numbers, and the same job draws them again."""
-    derived = int.from_bytes(hashlib.sha256(f"{seed}/{generation}/{rank}".encode()).digest()[:4], "big")
-    torch.manual_seed(derived)
-    np.random.seed(derived)
-    random.seed(derived)

@@ -13,15 +13,15 @@ def test_first_checkpoint_is_due_at_once():
 
 
 def test_rpo_binds_where_a_save_is_cheap():
-    assert not due(109.0, 100.0, 0.01, 0.5)[0]
-    is_due, reason = due(109.5, 100.0, 0.01, 0.5)
+    assert not due(109.1, 100.0, 0.01, 0.5)[0]
+    is_due, reason = due(109.3, 100.0, 0.01, 0.5)
     assert is_due
-    assert reason == "rpo_target_s = 10 binds: one save in 9.5 s"
+    assert reason == "rpo_target_s = 10 binds: one save in 9.2 s"
 
 
 def test_time_until_durable_counts_into_the_rpo():
-    assert not due(106.9, 100.0, 0.0, 1.0, write_s=2.0)[0]
-    assert due(107.0, 100.0, 0.0, 1.0, write_s=2.0)[0]
+    assert not due(106.6, 100.0, 0.0, 1.0, write_s=2.0)[0]
+    assert due(106.8, 100.0, 0.0, 1.0, write_s=2.0)[0]
 
 
 def test_budget_binds_where_a_save_is_dear_and_says_what_rpo_remains():
