@@ -119,8 +119,11 @@ def build_wheel(target: Path, edits: Sequence[Edit], log: Path) -> Path:
         return target / built.name
 
 
-def ensure_horovod(*, stock: bool = False, rebuild: bool = False) -> str:
-    """Build unless cached, install, and check in a fresh interpreter. Returns one line about what is installed."""
+def ensure_horovod(*, stock: bool = False, rebuild: bool = False, target: Path | None = None) -> str:
+    """Build unless cached, install, and check in a fresh interpreter. Returns one line about what is installed.
+
+    ``target``: a folder to install to, for ``PYTHONPATH``, instead of where this interpreter's packages are.
+    """
     edits = PORT if stock else PORT + MENDS
     try:
         torch_version = importlib.metadata.version("torch")
@@ -137,8 +140,12 @@ def ensure_horovod(*, stock: bool = False, rebuild: bool = False) -> str:
     else:
         print(f"using {wheel}", flush=True)
     _pip(["install", "-q", *RUN_REQUIREMENTS], log)
-    _pip(["install", "-q", "--force-reinstall", "--no-deps", str(wheel)], log)
-    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
+    place = ["--upgrade", "--target", str(target)] if target is not None else ["--force-reinstall"]
+    _pip(["install", "-q", *place, "--no-deps", str(wheel)], log)
+    paths = [str(target)] if target is not None else []
+    paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, env=env)
     if probe.returncode != 0:
         raise EnvironmentUnfit(f"the installed Horovod cannot be imported with torch:\n{probe.stderr[-2000:]}")
     return f"Horovod {HOROVOD_VERSION} installed: {probe.stdout.strip()}"
@@ -193,9 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=BUILD_COMMAND, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stock", action="store_true", help="build without the mends")
     parser.add_argument("--rebuild", action="store_true", help="build even if a wheel is in the cache")
+    parser.add_argument("--target", type=Path, metavar="DIR", help="install into DIR, for PYTHONPATH")
     options = parser.parse_args(arguments)
     try:
-        print(ensure_horovod(stock=options.stock, rebuild=options.rebuild))
+        print(ensure_horovod(stock=options.stock, rebuild=options.rebuild, target=options.target))
     except EnvironmentUnfit as unfit:
         print(f"error: {unfit}", file=sys.stderr)
         return 1

@@ -233,6 +233,7 @@ class Run:
             worker_output=self.output,
             on_generation=on_generation,
             on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
+            on_notice=lambda executor: slots.decommission(executor) if slots is not None else None,
         )
         address = controller.start()
         self._record_start(controller, manifests, plans, newest, rejected)
@@ -243,6 +244,7 @@ class Run:
             payload=self.context.broadcast(self.payload),
             worker=self._worker_config(manifests, plans),
             env=self._worker_env(),
+            notices=settings.notices,
         )
         assert settings.max_num_proc is not None
         slots = spark.SparkSlots(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_spark import notices
 from elastic_spark.core.guard import POLICIES
 from elastic_spark.core.job import Options
 from elastic_spark.errors import ConfigError
@@ -41,6 +42,9 @@ class JobConfig:
         user_error_retries: how many errors of the training function are survived by starting its worker anew; the same
             error at the same step is never tried again.
         frozen_after_s: silence after which a worker is lost, while others are heard.
+        notices: what tells an executor that its machine will be taken away, asked there every 2 s: "aws", "azure",
+            "gcp", or "package.module:function" without arguments, which returns the reason, or None. Its workers leave
+            at the next commit, and Spark is told to use it no more. Spark's own decommissioning needs no such source.
         nics: network interfaces that Horovod may use; default: the one that reaches the driver.
         env: environment variables for the workers. Nothing of the driver's environment is passed besides.
 
@@ -83,6 +87,7 @@ class JobConfig:
     reset_limit: int | None = None
     user_error_retries: int = 0
     frozen_after_s: float = 4.0
+    notices: str | None = None
     nics: tuple[str, ...] | None = None
     env: Mapping[str, str] | None = None
     global_batch: int = 256
@@ -135,6 +140,8 @@ class JobConfig:
                 raise ConfigError(f"{name}={value}: must be at least 1")
         if self.guard not in POLICIES:
             raise ConfigError(f"guard={self.guard!r}: must be one of {', '.join(map(repr, POLICIES))}")
+        if self.notices is not None and self.notices not in notices.SOURCES and ":" not in self.notices:
+            raise ConfigError(f"notices={self.notices!r}: {notices.KNOWN}")
         for name in ("spares", "reset_limit", "user_error_retries", "guard_rollbacks"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -91,6 +91,7 @@ class BareJob:
             worker_output=lambda worker, lines: None,
             on_generation=lambda number, cause, size: None,
             on_agent=lambda slot, executor: None,
+            on_notice=lambda executor: None,
         )
         self._address = self.controller.start()
         self._config = {

@@ -24,6 +24,7 @@ from elastic_spark.agent.cache import default_cache_dir
 from elastic_spark.agent.forkserver import ForkServer, Started
 from elastic_spark.agent.process import MARK, WorkerProcess, sweep, worker_environment
 from elastic_spark.errors import ProtocolError
+from elastic_spark.notices import Watch
 from elastic_spark.transport import Channel
 
 HEARTBEAT_S = 0.5
@@ -34,6 +35,7 @@ class Launch:
     """What an agent needs to know; travels in the task's closure, inside Spark.
 
     payload: broadcast variable, or the bytes themselves, of the pickled function and arguments, handed on unopened.
+    notices: name of the source of notices that the machine will go; None: there is none.
     """
 
     job_id: str
@@ -42,6 +44,7 @@ class Launch:
     payload: Any = field(repr=False)
     worker: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    notices: str | None = None
 
     def payload_bytes(self) -> bytes:
         data = self.payload if isinstance(self.payload, bytes) else self.payload.value
@@ -82,6 +85,7 @@ class _Agent:
         self._memory = _Memory()
         self._processes: dict[int, WorkerProcess] = {}
         self._ticks: dict[str, int | None] = {}
+        self._watch = Watch(launch.notices, self._report_notice, self._report_trouble) if launch.notices else None
 
     def serve(self) -> str:
         heartbeat_at = 0.0
@@ -148,6 +152,14 @@ class _Agent:
         with contextlib.suppress(ProtocolError):  # the driver is gone: `serve` ends by it
             self._channel.send({"type": "output", "worker": worker, "lines": lines})
 
+    def _report_notice(self, reason: str) -> None:
+        with contextlib.suppress(ProtocolError):
+            self._channel.send({"type": "notice", "reason": reason})
+
+    def _report_trouble(self, text: str) -> None:
+        with contextlib.suppress(ProtocolError):
+            self._channel.send({"type": "warning", "text": text})
+
     def _report_exit(self, pidfd: int) -> None:
         process = self._processes.pop(pidfd)
         self._ticks.pop(process.worker, None)
@@ -156,6 +168,8 @@ class _Agent:
         process.clean_up()
 
     def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():

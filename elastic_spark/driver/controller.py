@@ -51,6 +51,7 @@ class Controller:
         members_path: where the member list is published.
         worker_output: called with lines of the workers' output.
         on_generation: called with ``(generation, cause, size)``. on_agent: with ``(slot, executor)``.
+        on_notice: with an executor whose machine will go.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Controller:
         worker_output: Callable[[str, tuple[str, ...]], None],
         on_generation: Callable[[int, str, int], None],
         on_agent: Callable[[int, str], None],
+        on_notice: Callable[[str], None],
     ) -> None:
         self._key, self._host, self._seed = key, host, seed
         self._plans, self._journal = plans, journal
         self._members_path, self._published = members_path, 0
-        self._worker_output, self._on_generation, self._on_agent = worker_output, on_generation, on_agent
+        self._worker_output, self._on_generation = worker_output, on_generation
+        self._on_agent, self._on_notice = on_agent, on_notice
         self._wall, self._mono = time.time(), time.monotonic()
         self._job = core.start(options, self._now())
         self._ledger = Ledger(
@@ -88,6 +91,7 @@ class Controller:
         self._peers = Peers()
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
+        self._warned: set[str] = set()
         self._found: dict[str, tuple[str, list[Report]]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
@@ -276,20 +280,21 @@ class Controller:
             self._worker_says(worker, message, blob)
 
     def _agent_says(self, agent: str, message: Message) -> None:
-        if message["type"] == "spawned":
-            known = self._job.agents.get(agent)
-            self._journal.append(
-                ev.WorkerSpawned(
-                    at=self._now(),
-                    worker=message["worker"],
-                    agent=agent,
-                    host=known.host if known else "",
-                    executor=known.executor if known else "",
-                    pid=message["pid"],
-                )
-            )
-        elif message["type"] == "output":
-            self._worker_output(message["worker"], tuple(message["lines"]))
+        known = self._job.agents.get(agent)
+        host, executor = (known.host, known.executor) if known is not None else ("", "")
+        match message["type"]:
+            case "spawned":
+                about = {"worker": message["worker"], "pid": message["pid"]}
+                spawned = ev.WorkerSpawned(at=self._now(), agent=agent, host=host, executor=executor, **about)
+                self._journal.append(spawned)
+            case "output":
+                self._worker_output(message["worker"], tuple(message["lines"]))
+            case "warning" if message["text"] not in self._warned:
+                self._warned.add(message["text"])
+                self._journal.append(ev.Warned(at=self._now(), message=message["text"], where=f"executor {executor}"))
+            case "notice" if known is not None:
+                self._on_notice(executor)
+                self._turn(core.Draining(executor, message["reason"]))
         for news in agent_news(agent, message):
             self._turn(news)
 

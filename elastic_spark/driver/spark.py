@@ -182,6 +182,10 @@ class SparkSlots:
         """An agent of the slot has registered, from ``executor``."""
         self._commands.put(lambda: self._note(slot, executor))
 
+    def decommission(self, executor: str) -> None:
+        """Its machine will go: Spark is to run nothing there any more, and may ask for another one."""
+        self._commands.put(lambda: self._decommission(executor))
+
     def describe(self, text: str) -> None:
         """What Spark's own UI shows for slots submitted from now on."""
         self._commands.put(lambda: self._set_description(text))
@@ -269,6 +273,19 @@ class SparkSlots:
                 self._draining.add(executor)
                 if executor in self._alive():
                     self._on_draining(executor, "Spark is taking the executor away")
+
+    def _decommission(self, executor: str) -> None:
+        """As Spark does it when a machine itself has been told. Where its backend cannot, slots may come back there."""
+        jvm = self._context._jvm
+        try:
+            assert jvm is not None
+            no_host = jvm.scala.Option.apply(None)
+            told = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo("its machine will be taken away", no_host)
+            backend = self._context._jsc.sc().schedulerBackend()
+            backend.decommissionExecutor(executor, told, False, False)
+        except Exception as error:  # a backend without executors, or another Spark
+            _log.warning("executor %s cannot be decommissioned: %s", executor, _first_line(error))
+        self._draining.add(executor)
 
     def _alive(self) -> set[str]:
         identifiers = self._context._jsc.sc().getExecutorIds()

@@ -19,7 +19,7 @@ Rules:
 * What the store refuses is said, once, and never blocks what follows.
 """
 
-from elastic_spark.tracking.store import find_checkpoint, find_run
+from elastic_spark.tracking.search import find_checkpoint
 from elastic_spark.tracking.tracker import Tracker, replay
 
-__all__ = ["Tracker", "find_checkpoint", "find_run", "replay"]
+__all__ = ["Tracker", "find_checkpoint", "replay"]

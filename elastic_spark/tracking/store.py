@@ -26,12 +26,9 @@ from elastic_spark.errors import ConfigError
 from elastic_spark.tracking import values
 from elastic_spark.tracking.bounded import Bounded
 from elastic_spark.tracking.place import (
-    active_run,
     artifacts_beside,
     context_tags,
     one_at_a_time,
-    resolve_experiment,
-    resolve_uri,
     version,
 )
 
@@ -114,6 +111,10 @@ class Store:
             if error.code in (502, 503, 504):
                 raise
 
+    def within(self, limit_s: float, call: Callable[[], T]) -> T:
+        """``call()``, or TimeoutError after so many seconds: what it does then is of no account."""
+        return self._bounded(call, limit_s)
+
     def _ask(self, call: Callable[[], T]) -> T:
         """``call()`` within the limit; its errors as `Away` or `Refused`."""
         limit = min(self.limit_s, self.deadline - time.monotonic())
@@ -153,7 +154,8 @@ class Store:
             ) from error
         return self.run_id or ""
 
-    def _client(self) -> Any:
+    def client(self) -> Any:
+        """For requests that `_ask` or `within` sends."""
         from mlflow import MlflowClient
 
         if self.uri.startswith("databricks"):
@@ -168,7 +170,7 @@ class Store:
             return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     def _resume(self, running: bool) -> None:
-        client, run_id = self._client(), self.meta["run_id"]
+        client, run_id = self.client(), self.meta["run_id"]
         run = client.get_run(run_id)
         if run.info.lifecycle_stage == "deleted":
             raise Refused(f"run {run_id} is deleted; restore it, or leave run_id out")
@@ -182,7 +184,7 @@ class Store:
         self._opened(run, int(held.get("elastic.step", "0")))
 
     def _create(self) -> None:
-        client = self._client()
+        client = self.client()
         experiment = self._experiment(client)
         token = self.meta.setdefault("token", uuid.uuid4().hex)
         found = client.search_runs([experiment], f"tags.`elastic.token` = '{token}'", max_results=1)
@@ -304,7 +306,7 @@ class Store:
             elif kind == "artifact":
                 self._send_file(record)
             elif kind == "end":
-                self._ask(lambda: self._client().set_terminated(self.run_id, record["status"], record["at_ms"]))
+                self._ask(lambda: self.client().set_terminated(self.run_id, record["status"], record["at_ms"]))
         except Refused as error:
             self._warn(f"MLflow refuses a {kind} record: {error}")
 
@@ -312,7 +314,7 @@ class Store:
         """Parameters are written once. A value that differs from the one written becomes a tag of this resume."""
         from mlflow.entities import Param, RunTag
 
-        held = self._ask(lambda: self._client().get_run(self.run_id).data.params)
+        held = self._ask(lambda: self.client().get_run(self.run_id).data.params)
         fresh = [Param(name, text) for name, text in given.items() if name not in held]
         for start in range(0, len(fresh), MOST_TAGS):
             part = fresh[start : start + MOST_TAGS]
@@ -328,7 +330,7 @@ class Store:
             self._ask(partial(self._log, tags=some))
 
     def _log(self, **what: Any) -> None:
-        self._client().log_batch(self.run_id, **what)
+        self.client().log_batch(self.run_id, **what)
 
     def _send_param(self, item: Any) -> None:
         try:
@@ -352,7 +354,7 @@ class Store:
     def _log_model(self, record: Record, again: bool) -> None:
         from mlflow.entities import LoggedModelOutput
 
-        client: Any = self._client()
+        client: Any = self.client()
         params = {"uri": record["uri"], "sha256": record["digest"], "global_step": str(record["step"])}
         params |= {"world_size": str(record["world_size"]), "bytes": str(record["bytes"])}
         model = self._find_model(client, params) if again else None
@@ -387,7 +389,7 @@ class Store:
             profile=json.dumps({"num_rows": record["rows"]}),
         )
         tags = [InputTag("mlflow.data.context", values.key(record["name"]))]
-        self._client().log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+        self.client().log_inputs(self.run_id, [DatasetInput(dataset, tags)])
 
     def _send_file(self, record: Record) -> None:
         local = Path(record["local"])
@@ -419,70 +421,7 @@ class Store:
             http: Any = http_artifact_repo.HttpArtifactRepository
             http(proxies.resolve_uri(self._artifact_uri, self.uri)).log_artifact(str(local), folder_of)
         else:
-            self._client().log_artifact(self.run_id, str(local), folder_of)
-
-
-def find_run(
-    job_name: str, *, tracking_uri: str | None = None, experiment: str | None = None, timeout_s: float = 15.0
-) -> str | None:
-    """Run id of the newest run of the job ``job_name`` that did not finish, for its next start to go on with.
-
-    None where there is none, and where the store does not answer within ``timeout_s`` seconds.
-    """
-    uri = resolve_uri(tracking_uri)
-    parent = active_run(uri)
-    meta = {"uri": uri, "experiment": resolve_experiment(experiment, uri, parent[1] if parent else None)}
-    store = Store(meta, lambda text: None)
-
-    def search() -> str | None:
-        client = store._client()
-        name = meta["experiment"]
-        found = None if name.startswith("id:") else client.get_experiment_by_name(name)
-        number = name[3:] if name.startswith("id:") else found.experiment_id if found else None
-        if number is None:
-            return None
-        simple = "'" not in job_name and "\\" not in job_name
-        text = f"tags.`elastic.job` = '{job_name}'" if simple else ""
-        for run in client.search_runs([number], text, max_results=1000, order_by=["attributes.start_time DESC"]):
-            if run.data.tags.get("elastic.job") == job_name and run.info.status != "FINISHED":
-                return str(run.info.run_id)
-        return None
-
-    try:
-        return store._bounded(search, timeout_s) if store.answers() else None
-    except Exception:
-        return None
-
-
-def find_checkpoint(which: str, *, tracking_uri: str | None = None, timeout_s: float = 30.0) -> dict[str, str]:
-    """Of the run, or of the model (``m-...``), with id ``which``: ``uri`` of its checkpoint (of a run: the newest that
-    it was told of), ``job_name``, ``job_id`` and ``run_id``.
-
-    Raises:
-        ConfigError: MLflow does not answer, knows no such run or model, or it is none that elastic_spark has written.
-    """
-    store = Store({"uri": resolve_uri(tracking_uri)}, lambda text: None)
-    where = f"resume={which!r} at {values.without_password(store.uri)}"
-
-    def search() -> dict[str, str]:
-        client: Any = store._client()
-        model = client.get_logged_model(which) if which.startswith("m-") else None
-        run = client.get_run(model.source_run_id if model else which)
-        tags = run.data.tags
-        uri = model.params.get("uri") if model else tags.get("elastic.latest_checkpoint")
-        if not uri or "elastic.job" not in tags:
-            raise ConfigError(f"{where}: no checkpoint of elastic_spark is noted there")
-        names = {"job_name": tags["elastic.job"], "job_id": tags.get("elastic.job_id", "")}
-        return {"uri": uri, **names, "run_id": run.info.run_id}
-
-    try:
-        if store.answers():
-            return store._bounded(search, timeout_s)
-        raise TimeoutError("no answer")
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}. Is tracking_uri right?") from error
+            self.client().log_artifact(self.run_id, str(local), folder_of)
 
 
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:

@@ -47,7 +47,7 @@ class Tracker:
     Args:
         tracking_uri, experiment: see `place.resolve_uri` and `place.resolve_experiment` for what None means.
         run_name: None: MLflow chooses one.
-        job_name, job_id: tags by which the next driver finds the run (`find_run`).
+        job_name, job_id: tags of the run.
         spool_dir: a directory on the driver for what waits while MLflow is away.
         run_id: a run to go on with.
         warn: called from other threads with each new warning, in words; default: the module's logger.

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import get_bit_generator  # type: ignore[attr-defined]
 from torch.nn.modules import module as registry
 
 from elastic_spark.worker import tree
@@ -22,7 +23,6 @@ from elastic_spark.worker import tree
 _PLAIN = (bool, int, float, str, type(None))
 _MT19937_BYTES = 625 * 4  # the key's 624 words and the position
 
-_bit_generator = getattr(np.random, "get_bit_generator", None)
 _registrations = 0
 
 
@@ -49,13 +49,13 @@ class RandomMarks:
     def _take_numpy(self) -> Any:
         """A draw moves the generator's words, save one that is taken from a pair of normal numbers drawn before; so
         where no such number was left, equal words are an equal state."""
-        bits = _bit_generator() if _bit_generator is not None else None  # numpy 1.24 and later
+        bits = get_bit_generator()
         if self._numpy is not None and self._bits is bits and self._read() == self._words:
             return self._numpy
         state = np.random.get_state(legacy=True)
         kind, _, _, left, _ = state
         self._numpy, self._bits = None, bits
-        if bits is not None and kind == "MT19937" and not left:
+        if kind == "MT19937" and not left:
             self._numpy, self._words = state, self._read()
         return state
 

@@ -323,24 +323,33 @@ def lost_steps(story: Story) -> int:
     return max((event.from_step - event.to_step for event in story.events(ev.StepsRolledBack)), default=0)
 
 
-def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
+KINDS: dict[str, Callable[[Faults], None]] = {
+    "kill_executor": Faults.kill_executor,
+    "kill_worker": Faults.kill_worker,
+    "frozen": Faults.freeze,
+    "newcomer": Faults.kill_newcomer,
+    "drain": Faults.drain,
+    "second_fault": Faults.second_fault,
+    "spare": lambda faults: faults.kill_worker("spare"),
+}
+
+
+def measure(trials: int, folder: Path, seed: int, wanted: frozenset[str]) -> dict[str, Any]:
     rng = random.Random(seed)
     figures: dict[str, Any] = {"trials": trials, "seed": seed}
     pauses: dict[str, list[float]] = {}
     survived: dict[str, list[bool]] = {}
     back: dict[str, list[float]] = {}
     lost = 0
-    plan: list[tuple[str, int, dict[str, Any], list[Callable[[Faults], None]]]] = [
-        (
-            "three",
-            3,
-            {"num_proc": 3},
-            [Faults.kill_executor, Faults.kill_worker, Faults.freeze, Faults.kill_newcomer, Faults.drain],
-        ),
-        ("four", 4, {"num_proc": 4}, [Faults.second_fault]),
-        ("spare", 3, {"num_proc": 3, "spares": 1}, [lambda faults: faults.kill_worker("spare")]),
+    plan: list[tuple[str, int, dict[str, Any], tuple[str, ...]]] = [
+        ("three", 3, {"num_proc": 3}, ("kill_executor", "kill_worker", "frozen", "newcomer", "drain")),
+        ("four", 4, {"num_proc": 4}, ("second_fault",)),
+        ("spare", 3, {"num_proc": 3, "spares": 1}, ("spare",)),
     ]
-    for name, size, options, kinds in plan:
+    for name, size, options, of_these in plan:
+        kinds = [KINDS[kind] for kind in of_these if kind in wanted]
+        if not kinds:
+            continue
         with StandaloneCluster(workers=size + options.get("spares", 0)) as cluster:
             with job(cluster, folder, name, **options) as story:
                 faults = Faults(cluster, story, size, rng)
@@ -364,16 +373,16 @@ def measure(trials: int, folder: Path, seed: int) -> dict[str, Any]:
         figures[f"{kind}_pause_s_p50"] = round(statistics.median(values), 3)
         figures[f"{kind}_pause_s_p95"] = round(sorted(values)[min(len(values) - 1, int(0.95 * len(values)))], 3)
         figures[f"{kind}_pauses"] = len(values)
-    figures["spare_rto_s_p50"] = round(statistics.median(back["spare"]), 3)
-    figures["kill_worker_rto_s_p50"] = round(statistics.median(back["kill_worker"]), 3)
-    figures["rto90_s_p50"] = round(statistics.median(back["kill_executor"]), 3)
+    for name, kind in (("spare_rto", "spare"), ("kill_worker_rto", "kill_worker"), ("rto90", "kill_executor")):
+        if kind in back:
+            figures[f"{name}_s_p50"] = round(statistics.median(back[kind]), 3)
     figures["lost_committed_steps_max"] = lost
-    figures["second_fault_ok"] = statistics.mean(survived["second_fault"])
-    figures["newcomer_killed_ok"] = statistics.mean(survived["newcomer_killed"])
-    figures.update(measure_peer(folder / "peer"))
-    if figures["peer_step_s"]:
+    figures.update({f"{kind}_ok": statistics.mean(values) for kind, values in survived.items()})
+    if "peer" in wanted:
+        figures.update(measure_peer(folder / "peer"))
+    if figures.get("peer_step_s") and "step_s" in figures:
         figures["step_ratio"] = round(figures["step_s"] / figures["peer_step_s"], 4)
-    if figures["peer_pause_s"]:
+    if figures.get("peer_pause_s") and "kill_executor" in wanted:
         figures["ratio_to_peer"] = round(figures["peer_pause_s"] / figures["kill_executor_pause_s_p50"], 1)
     return figures
 
@@ -387,9 +396,11 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="3 trials of each")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default=",".join([*KINDS, "peer"]), help="kinds of fault, by comma; default: all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-recovery-", ignore_cleanup_errors=True) as folder:
-        figures = measure(3 if options.quick else options.trials, Path(folder), options.seed)
+        wanted = frozenset(options.only.split(","))
+        figures = measure(3 if options.quick else options.trials, Path(folder), options.seed, wanted)
     print(json.dumps(figures))
 
 

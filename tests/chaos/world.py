@@ -109,6 +109,7 @@ class World:
             worker_output=lambda worker, lines: self._output.writelines(f"[{worker}] {line}\n" for line in lines),
             on_generation=lambda number, cause, size: None,
             on_agent=lambda slot, executor: None,
+            on_notice=lambda executor: None,
         )
         address = self.controller.start()
         self.controller.record(

@@ -184,3 +184,23 @@ def test_a_decommissioned_executor_leaves_without_a_lost_step(job: Job) -> None:
     job.assert_counted(result, epochs=10)
     assert job.events(ev.WorkerLost) == []
     assert result.summary["steps_lost"] == 0
+
+
+def test_notice_of_a_source_drains_the_executor_and_spark_uses_it_no_more(job: Job) -> None:
+    job.count(epochs=10, notices="notice:in_working_directory")
+    world = job.wait_world(3)
+    spawned = job.spawned(world[1])
+    executor = next(e for e in job.cluster.executors() if e.id == spawned.executor)
+    notice = Path(f"/proc/{executor.pid}/cwd").resolve() / "notice"
+    notice.write_text("the spot market")
+    job.wait(lambda: [e for e in job.events(ev.WorkerLeft) if e.reason == "draining"], 60.0, "the drain")
+    job.wait_formed(2)
+    job.wait(lambda: len(job.events(ev.SlotEnded)) > 0, 30.0, "the slot to be asked for again")
+    job.cluster.kill_executor(executor.id)  # the machine goes; Spark's worker, which stays here, starts another one
+    job.wait_world(3)
+    result = job.done()
+    job.assert_counted(result, epochs=10)
+    assert [(e.worker, e.reason) for e in job.events(ev.WorkerDraining)] == [(world[1], "the spot market")]
+    assert len([e for e in job.events(ev.AgentRegistered) if e.executor == executor.id]) == 1
+    assert job.events(ev.WorkerLost) == []
+    assert result.summary["steps_lost"] == 0
