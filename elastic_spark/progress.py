@@ -12,12 +12,12 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.guard import told
 from elastic_spark.core.metrics import PauseMeter, RateMeter
-from elastic_spark.core.verdict import seconds, verdict
+from elastic_spark.core.verdict import seconds
 
 PLAIN_EVERY = 5
 
@@ -137,13 +137,6 @@ class Progress:
             self._stream.flush()
         except (OSError, ValueError):  # a closed terminal or pipe
             self._broken = True
-
-
-def final_table(summary: Mapping[str, Any]) -> str:
-    """The verdict as lines of ``label  figure``; what speaks against the job is marked with ``!``."""
-    lines = verdict(summary)
-    width = max(len(label) for label, _, _ in lines)
-    return "\n".join(f"{'!' if mark == 'bad' else ' '} {label:<{width}}  {text}" for label, text, mark in lines)
 
 
 def _notable(event: ev.Event) -> str:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_spark.core import events as ev
-from elastic_spark.core.metrics import summarise
-from elastic_spark.progress import Progress, final_table
+from elastic_spark.progress import Progress
 
 GOLDEN = Path(__file__).parent / "goldens" / "churn.jsonl"
 
@@ -127,10 +126,3 @@ def test_a_broken_stream_disturbs_nobody(golden):
     stream.close()
     for event in golden:
         progress.publish(event)
-
-
-def test_final_table(golden):
-    lines = final_table(summarise(golden)).splitlines()
-    assert lines[0] == "  status             FINISHED"
-    assert any(line.startswith("! lost by roll-back") for line in lines)
-    assert any("77,100 once, 0 twice, 0 never" in line for line in lines)

@@ -75,12 +75,6 @@ class DatasetFrozen(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotRequested(Event):
-    slot: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class SlotEnded(Event):
     slot: int
     reason: str

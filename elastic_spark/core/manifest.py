@@ -91,11 +91,6 @@ class Manifest:
         """Rows of each row group: what a `LanePlan` is made from."""
         return tuple(group.rows for group in self.row_groups)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row over all columns, as tensors."""
-        return sum(column.bytes for column in self.columns)
-
     def column(self, name: str) -> Column:
         """The column called ``name``. Raises DataError that lists the columns there are."""
         for column in self.columns:

@@ -35,6 +35,8 @@ from elastic_spark.transport import Address, Connection, Message, Server
 #: How long a lost connection waits for the agent's word on how the process ended.
 EXIT_GRACE_S = 0.3
 FAREWELL_S = 3.0
+#: A world that takes longer to meet is told, with those who hold it up. It takes tenths of a second.
+MEET_S = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +94,7 @@ class Controller:
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
         self._warned: set[str] = set()
+        self._opened_at = (0, 0.0)  # generation and time
         self._found: dict[str, tuple[str, list[Report]]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
@@ -181,6 +184,7 @@ class Controller:
                 self._turn(core.Tick())
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
                 self._consider_speed()
+                self._name_who_is_waited_for()
                 await asyncio.sleep(core.TICK_S)
             await self._farewell()
         finally:
@@ -203,6 +207,17 @@ class Controller:
         if fact is not None:
             self._journal.append(fact)
             self._turn(core.Unbalanced(fact.generation))
+
+    def _name_who_is_waited_for(self) -> None:
+        """Said once of a generation that does not meet; what follows is decided by the core's limits."""
+        generation, since = self._opened_at
+        if self._job.generation != generation or self._job.ran_at is not None or self._now() < since + MEET_S:
+            return
+        waited = self._rendezvous.waited_for(generation)
+        if waited:
+            self._opened_at = (0, 0.0)
+            message = f"workers have waited for {', '.join(waited)} for {MEET_S:g} s to form their world"
+            self._journal.append(ev.Warned(at=self._now(), message=message, where=f"generation {generation}"))
 
     def _take_down(self, facts: list[ev.Event]) -> None:
         for fact in facts:
@@ -412,6 +427,7 @@ class Controller:
             step, restored = effect.found, None
             self._ledger.find(*self._found.get(finder, ("", [])))
         await self._rendezvous.open(effect.generation, effect.members)
+        self._opened_at = (effect.generation, self._now())
         environments = self._rendezvous.environment(effect.generation)
         lanes = self._own_lanes(effect)
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))

@@ -89,7 +89,6 @@ class ElasticState(State):  # type: ignore[misc]
         self._snapshot: Snapshot | None = None
         self._snapshot_cost_s = 0.0
         self._snapshot_at = 0.0
-        self._notice = False
         self._random, self._buffers = marks.RandomMarks(), marks.BufferMarks(self._objects.values())
         self._synced = False
         tree.flatten(self._attributes(), "attributes")  # refuse at once what could not be kept

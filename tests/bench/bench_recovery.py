@@ -258,7 +258,7 @@ def joins(story: Story) -> list[float]:
     pauses = []
     for event in story.events(ev.GenerationFormed):
         if event.generation > 1 and event.joined and not event.lost and not event.left:
-            pauses.append(story.gap(event.at - 0.5, event.at + 1.0))
+            pauses.append(story.gap(event.at, event.at + 1.0))
     return pauses
 
 

@@ -2,7 +2,8 @@
 
     python -m tests.chaos.fuzz --seeds 0:500
 
-A seed that fails is kept with its event log and the workers' output below ``--keep``, and named at the end.
+With ``--per-job 5`` five schedules strike one job, one after the other, which saves the starts and the ends. Seeds that
+fail are kept with their event log and the workers' output below ``--keep``, and named at the end.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:500", help="first:end")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "elastic-spark-fuzz")
+    parser.add_argument("--per-job", type=int, default=1, help="schedules that strike one job")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no schedule after so many seconds")
     options = parser.parse_args()
     first, end = map(int, options.seeds.split(":"))
-    failed: dict[int, str] = {}
+    failed: dict[str, str] = {}
     pauses: list[float] = []
     lost = faults = done = 0
     began = time.monotonic()
-    for seed in range(first, end):
+    for start in range(first, end, options.per_job):
         if time.monotonic() - began > options.limit_s:
             break
-        folder = options.keep / f"seed-{seed}"
+        seeds = range(start, min(start + options.per_job, end))
+        name = "-".join(str(seed) for seed in sorted({seeds[0], seeds[-1]}))
+        folder = options.keep / f"seed-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         started = time.monotonic()
         try:
-            figures = run_schedules([schedule(seed)], folder)
+            figures = run_schedules([schedule(seed) for seed in seeds], folder)
         except Exception as error:
-            failed[seed] = f"{type(error).__name__}: {error}"[:500]
+            failed[name] = f"{type(error).__name__}: {error}"[:500]
             traceback.print_exc()
         else:
             pauses += [change["pause_s"] for change in figures["changes"] if change["pause_s"] is not None]
             lost += figures["steps_lost"]
             shutil.rmtree(folder)
-        done += 1
-        faults += len(schedule(seed).faults)
-        verdict = failed.get(seed, "held")
-        print(
-            f"seed {seed}: {verdict.splitlines()[0]} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True
-        )
+        done += len(seeds)
+        faults += sum(len(schedule(seed).faults) for seed in seeds)
+        verdict = failed.get(name, "held").splitlines()[0]
+        print(f"seed {name}: {verdict} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True)
     pauses.sort()
     figures = {
         "schedules": done,

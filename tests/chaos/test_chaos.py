@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +105,28 @@ def test_a_rank_that_waits_for_one_that_has_returned_ends_with_a_named_error(tmp
         ended, _ = world.controller.outcome()
         assert ended.kind == "UserCodeFailed"
         assert "do all ranks call the same collectives" in ended.error
+    finally:
+        world.close()
+
+
+class FreezesOne(World):
+    """A member of the first world is stopped before it hears that it is one."""
+
+    def _hear(self, event: ev.Event) -> None:
+        super()._hear(event)
+        if isinstance(event, ev.GenerationFormed) and event.generation == 1:
+            self.kill(event.members[1], signal.SIGSTOP)
+
+
+def test_who_holds_up_a_world_is_named_and_then_lost(tmp_path: Path) -> None:
+    world = FreezesOne(Schedule(0, 3, 3, 2, 60.0, ()), tmp_path / "world", epochs=2)
+    try:
+        world.begin()
+        world.finish()
+        frozen = world.seen(ev.GenerationFormed)[0].members[1]
+        told = [event.message for event in world.seen(ev.Warned) if event.where == "generation 1"]
+        assert told == [f"workers have waited for {frozen} for 3 s to form their world"]
+        assert [(event.worker, event.cause) for event in world.seen(ev.WorkerLost)] == [(frozen, "frozen")]
     finally:
         world.close()
 
