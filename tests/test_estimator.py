@@ -5,13 +5,9 @@ from __future__ import annotations
 import decimal
 import functools
 import json
-import os
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from pathlib import Path
 
 import mlflow
@@ -291,59 +287,6 @@ def test_five_rows_train_three_workers(spark, quiet):
             parameter -= 0.2 * parameter.grad
     told = torch.cat([tensor.detach().flatten() for tensor in expected.parameters()])
     torch.testing.assert_close(weights_of(model), told, rtol=1e-5, atol=1e-6)
-
-
-def held_up(output, label, *, folder):
-    """Squared error that takes its time until the folder is gone."""
-    if os.path.exists(folder):
-        time.sleep(0.1)
-    return (output - label).square()
-
-
-def test_a_worker_killed_during_a_fit_changes_nothing(spark, quiet, tmp_path):
-    frame, folder, found = line(spark, 200), tmp_path / "slow", {}
-    folder.mkdir()
-    options = {
-        "model": nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)),
-        "loss": functools.partial(held_up, folder=str(folder)),
-        "epochs": 3,
-        "validation": 0.2,
-        "min_num_proc": 1,
-    }
-
-    def fit():
-        found["model"] = regression(quiet, **options, run_id="killed").fit(frame)
-
-    def events(kind):
-        for path in (tmp_path / "work").glob("killed-*/events.jsonl"):
-            with path.open() as lines:
-                return [event for event in ev.read_log(lines) if isinstance(event, kind)]
-        return []
-
-    fitting = threading.Thread(target=fit, daemon=True)
-    fitting.start()
-    deadline = time.monotonic() + 150
-    while sum(len(event.times) for event in events(ev.StepsCommitted)) < 3:
-        assert fitting.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    formed = events(ev.GenerationFormed)[-1]
-    victim = next(event for event in events(ev.WorkerSpawned) if event.worker == formed.members[-1])
-    os.kill(victim.pid, signal.SIGKILL)
-    while len(events(ev.WorkerLost)) < 1:
-        assert fitting.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    folder.rmdir()
-    fitting.join(150)
-    assert "model" in found
-    model, undisturbed = found["model"], regression(quiet, **options).fit(frame)
-    summary = model.facts["summary"]
-    assert (summary["rows_total"], summary["rows_never"]) == (3 * model.facts["rows"], 0)
-    assert undisturbed.facts["summary"]["changes"] != summary["changes"]
-    torch.testing.assert_close(weights_of(model), weights_of(undisturbed), rtol=1e-5, atol=1e-5)
-    for entry, told in zip(model.history, undisturbed.history, strict=True):
-        assert entry["val_loss"] == pytest.approx(told["val_loss"], rel=1e-4)
 
 
 def test_early_stopping_returns_the_best_epoch(spark, quiet):

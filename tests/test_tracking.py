@@ -666,7 +666,7 @@ def _one_driver(uri, folder, number, results):
     tracker.finish("FINISHED", summary={}, artifacts={})
 
 
-@pytest.mark.parametrize(("fresh", "count"), [(False, 8), (True, 4)])
+@pytest.mark.parametrize(("fresh", "count"), [(False, 4), (True, 4)])
 def test_drivers_that_start_together_make_one_experiment(server, tmp_path, fresh, count):
     uri = f"sqlite:///{tmp_path / 'fresh.db'}" if fresh else server.uri
     context = multiprocessing.get_context("forkserver")
