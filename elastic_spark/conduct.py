@@ -7,13 +7,11 @@ import dataclasses
 import json
 import os
 import secrets
-import signal
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -26,6 +24,11 @@ from elastic_spark.core.lanes import LanePlan, choose_lanes
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.core.metrics import Summary
 from elastic_spark.core.resume import differences, noted
+from elastic_spark.driver.journal import Journal
+from elastic_spark.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from elastic_spark.tracking import Tracker
 
 
 class Run:
@@ -52,6 +55,8 @@ class Run:
         self.store = CheckpointStore(self.store_uri)
         self.job_file = JobFile(self.store_uri, lambda why: self._fault("JobHeld", why))
         self.controller: Any = None
+        self.interrupts = Interrupts()
+        self.status = "FAILED"
 
     def _fault(self, kind: str, why: str) -> None:
         if self.controller is not None:
@@ -63,74 +68,91 @@ class Run:
         base = self.begin.checkpoint.uri if self.begin.checkpoint is not None else ""
         self.record, self.resumed = self.job_file.claim(again=self.begin.again, base=base, run_id=self.begin.run_id)
         self.job_id, self.run_id = self.record.job_id, self.record.run_id
-        status = "FAILED"
         try:
             yield
-            status = "FINISHED"
         except (KeyboardInterrupt, errors.JobCancelled):
-            status = "KILLED"
+            self.status = "KILLED" if self.status != "FINISHED" else self.status
             raise
         finally:
-            self.job_file.release(status)
+            self.job_file.release(self.status)
 
     def train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
         """From the data to the last fact: ``(values by rank, run id, path of the event log, figures)``."""
-        from elastic_spark.driver.journal import Journal
+        with Interrupts() as self.interrupts:
+            trained = self._train()
+        if self.interrupts.interrupted:
+            raise KeyboardInterrupt
+        return trained
 
-        settings = self.settings
+    def _train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
         newest, rejected = self._newest()
         manifests, plans = self._freeze(newest.fields.get("plans", {}) if newest is not None else {})
         notes = {name: noted(plan, manifests[name].digest) for name, plan in plans.items()}
         _require_the_same(newest, notes)
-        tracker = None
-        if settings.tracking:
-            from elastic_spark.tracking import Tracker
-
-            tracker = Tracker(
-                tracking_uri=settings.tracking_uri,
-                experiment=settings.experiment,
-                run_name=settings.run_name or self.name,
-                job_name=self.name,
-                job_id=self.job_id,
-                spool_dir=str(self.work / "spool"),
-                run_id=self.run_id or None,
-            )
-            self.run_id = tracker.start(_params(settings, plans), {"elastic.events": str(self.work / "events.jsonl")})
-            self.job_file.set_run(self.run_id)
-        summary = Summary()
-        path = self.work / "events.jsonl"
-        if self.resumed and path.exists():
-            with path.open(encoding="utf-8") as lines:
-                for past in ev.read_log(lines):
-                    summary.add(past)
-        elif path.exists():
-            path.replace(path.with_suffix(f".{os.getpid()}.old.jsonl"))
-        readers = [summary.add]
-        if settings.verbose >= 1:
-            from elastic_spark.progress import Progress
-
-            readers.append(Progress(sys.stderr).publish)
-        if tracker is not None:
-            readers.append(tracker.publish)
-        journal = Journal(path, readers)
-        status = "FAILED"
+        path, summary, tracker = self.work / "events.jsonl", Summary(), self._tracker()
+        readers, journal, values = [summary.add], None, list[Any]()
         try:
+            if tracker is not None:
+                self.run_id = tracker.start(_params(self.settings, plans), {"elastic.events": str(path)})
+                readers.append(tracker.publish)
+            self._read_the_past(path, newest, summary, tracker)
+            if self.settings.verbose >= 1:
+                from elastic_spark.progress import Progress
+
+                readers.append(Progress(sys.stderr).publish)
+            journal = Journal(path, readers)
             with self._status_page(path):
                 ended, blobs = self._conduct(journal, manifests, plans, newest, rejected, notes)
             values = _unpickled(blobs)
-            status = ended.status
-        except KeyboardInterrupt:
-            status = "KILLED"
+            self.status = ended.status
+        except (KeyboardInterrupt, errors.JobCancelled):
+            self.status = "KILLED"
             raise
         finally:
-            journal.close()
+            self.interrupts.hold()
+            if journal is not None:
+                journal.close()
             figures = summary.result()
             if tracker is not None:
-                tracker.finish(status, summary=figures, artifacts=self._artifacts(path))
-                self.run_id = tracker.run_id
-                self.job_file.set_run(self.run_id)
-        _raise_if_failed(ended)
+                tracker.finish(self.status, summary=figures, artifacts=self._artifacts(path))
+                self.run_id = figures["run_id"] = tracker.run_id
+        if not self.interrupts.interrupted:
+            _raise_if_failed(ended)
         return values, self.run_id, str(path), figures
+
+    def _tracker(self) -> Tracker | None:
+        settings = self.settings
+        if not settings.tracking:
+            return None
+        from elastic_spark.tracking import Tracker
+
+        return Tracker(
+            tracking_uri=settings.tracking_uri,
+            experiment=settings.experiment,
+            run_name=settings.run_name or self.name,
+            job_name=self.name,
+            job_id=self.job_id,
+            spool_dir=str(self.work / "spool"),
+            run_id=self.run_id or None,
+            on_run=self.job_file.set_run,
+        )
+
+    def _read_the_past(self, path: Path, newest: Checkpoint | None, summary: Summary, tracker: Tracker | None) -> None:
+        """The log of a job that is taken up again belongs to its story; of another one it is put aside. What its driver
+        did not live to tell MLflow, up to where this one goes on, is told now."""
+        if not self.resumed:
+            if path.exists():
+                path.replace(path.with_suffix(f".{os.getpid()}.old.jsonl"))
+            return
+        if not path.exists():
+            return
+        told, until = tracker.newest_step if tracker is not None else 0, newest.step if newest is not None else 0
+        with path.open(encoding="utf-8") as lines:
+            for past in ev.read_log(lines):
+                summary.add(past)
+                if tracker is not None and isinstance(past, ev.MetricsReported) and told < past.step <= until:
+                    told = past.step
+                    tracker.publish(past)
 
     @contextlib.contextmanager
     def _status_page(self, path: Path) -> Iterator[None]:
@@ -235,38 +257,52 @@ class Run:
             on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
             on_notice=lambda executor: slots.decommission(executor) if slots is not None else None,
         )
+        self.interrupts.cancel_by(lambda why: controller.post(core.Fault("JobCancelled", why)))
         address = controller.start()
-        self._record_start(controller, manifests, plans, newest, rejected)
-        launch = Launch(
-            job_id=self.job_id,
-            address=address,
-            key=key,
-            payload=self.context.broadcast(self.payload),
-            worker=self._worker_config(manifests, plans),
-            env=self._worker_env(),
-            notices=settings.notices,
-        )
-        assert settings.max_num_proc is not None
-        slots = spark.SparkSlots(
-            self.context,
-            launch,
-            settings.max_num_proc + settings.spares,
-            on_draining=lambda executor, why: controller.post(core.Draining(executor, why)),
-            on_ended=lambda slot, why: controller.record(lambda now: ev.SlotEnded(at=now, slot=slot, reason=why)),
-            on_fault=lambda kind, why: controller.post(core.Fault(kind, why)),
-        )
-        slots.start()
+        payload = None
         try:
-            with _terminated_means_cancelled(controller):
-                _wait(controller)
+            self._record_start(controller, manifests, plans, newest, rejected)
+            payload = self.context.broadcast(self.payload)
+            launch = Launch(
+                job_id=self.job_id,
+                address=address,
+                key=key,
+                payload=payload,
+                worker=self._worker_config(manifests, plans),
+                env=self._worker_env(),
+                notices=settings.notices,
+            )
+            assert settings.max_num_proc is not None
+            slots = spark.SparkSlots(
+                self.context,
+                launch,
+                settings.max_num_proc + settings.spares,
+                on_draining=lambda executor, why: controller.post(core.Draining(executor, why)),
+                on_ended=lambda slot, why: controller.record(lambda now: ev.SlotEnded(at=now, slot=slot, reason=why)),
+                on_fault=lambda kind, why: controller.post(core.Fault(kind, why)),
+            )
+            slots.start()
+            while not controller.wait(0.2):
+                pass
             ended, values = controller.outcome()
             if ended.kind == "NotEnoughWorkers":
                 ended = dataclasses.replace(ended, error=f"{ended.error}; {spark.capacity(self.context)}")
             return ended, values
         finally:
+            self.interrupts.hold()
+            self._take_down(controller, slots, payload)
+
+    def _take_down(self, controller: Any, slots: Any, payload: Any) -> None:
+        """In any case; a controller that still runs, because something else failed, ends first."""
+        with contextlib.suppress(Exception):
+            if not controller.wait(0.0):
+                controller.post(core.Fault("JobCancelled", "the driver failed"))
+                controller.wait(40.0)
+        if slots is not None:
             slots.stop()
+        if payload is not None:
             with contextlib.suppress(Exception):  # the context may be stopped: then the broadcast is gone already
-                launch.payload.unpersist()
+                payload.unpersist()
 
     def _record_start(
         self,
@@ -412,31 +448,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed here"
     return found
-
-
-def _wait(controller: Any) -> None:
-    """Until the job has ended. Ctrl-C cancels it first, waits for its end, and then is raised."""
-    try:
-        while not controller.wait(0.2):
-            pass
-    except KeyboardInterrupt:
-        controller.post(core.Fault("JobCancelled", "interrupted by Ctrl-C"))
-        controller.wait(40.0)
-        raise
-
-
-@contextlib.contextmanager
-def _terminated_means_cancelled(controller: Any) -> Iterator[None]:
-    """SIGTERM ends the job in good order. Only the main thread may say so; elsewhere the signal is left alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    cancel = core.Fault("JobCancelled", "terminated by SIGTERM")
-    before = signal.signal(signal.SIGTERM, lambda *_: controller.post(cancel))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _raise_if_failed(ended: core.Ended) -> None:

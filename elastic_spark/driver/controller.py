@@ -320,6 +320,8 @@ class Controller:
                 self._ledger.report(worker, message["generation"], told_of)
                 if self._pace is not None:
                     self._pace.report(worker, message["generation"], told_of)
+                taken = {"type": "taken", "generation": message["generation"], "count": len(told_of)}
+                self._peers.tell_worker(worker, taken)
             case "ready":
                 self._found[worker] = message["of"], reports(message["reports"])
             case "checkpoint":

@@ -12,6 +12,7 @@ its next renewal.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from elastic_spark.checkpoint.storage import open_storage
 from elastic_spark.errors import JobHeld, StorageFailed
@@ -116,19 +118,20 @@ class JobFile:
             time.sleep(0.2)
 
     def set_run(self, run_id: str) -> None:
-        """Note the tracking run that this job is."""
-        self._record = replace(self._record, run_id=run_id)
-        self._write()
+        """Note the tracking run that this job is. Safe from any thread; storage that is away is told by the next
+        renewal."""
+        with contextlib.suppress(StorageFailed):
+            self._write(run_id=run_id)
 
     def release(self, status: str) -> None:
         """The job has ended with ``status``."""
         self._stop.set()
         _here.discard(self._holder)
-        self._record = replace(self._record, status=status)
-        self._write()
+        self._write(status=status)
 
-    def _write(self) -> None:
+    def _write(self, **changes: Any) -> None:
         with self._writing:
+            self._record = replace(self._record, **changes)
             before = self._versions()
             self._version = max([self._version, *before]) + 1
             body = asdict(replace(self._record, renewed_unix=time.time()))

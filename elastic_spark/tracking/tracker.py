@@ -50,6 +50,7 @@ class Tracker:
         job_name, job_id: tags of the run.
         spool_dir: a directory on the driver for what waits while MLflow is away.
         run_id: a run to go on with.
+        on_run: called with the run's id as soon as there is one, which may be late, and from another thread.
         warn: called from other threads with each new warning, in words; default: the module's logger.
         spool_limit_bytes: what may wait; beyond it metrics are cut, and that is said.
 
@@ -67,6 +68,7 @@ class Tracker:
         job_id: str,
         spool_dir: str,
         run_id: str | None = None,
+        on_run: Callable[[str], None] | None = None,
         warn: Callable[[str], None] | None = None,
         spool_limit_bytes: int = 64 << 20,
     ) -> None:
@@ -84,6 +86,7 @@ class Tracker:
             "parent": parent[0] if parent and not self._foreign else None,
             "tags": {},
         }
+        self._on_run = on_run or (lambda run_id: None)
         self._say = warn or _log.warning
         self._said: set[str] = set()
         self._dir = Path(spool_dir)
@@ -109,6 +112,11 @@ class Tracker:
     def run_id(self) -> str:
         """The run's id; "" while MLflow has not answered yet."""
         return self._store.run_id or ""
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that MLflow, or what waits for it, held when the run was opened."""
+        return self._recorder.newest_step
 
     @property
     def uri(self) -> str:
@@ -257,6 +265,7 @@ class Tracker:
                     raise Away("no answer")
                 self._store.open()
                 self._save_meta()
+                self._on_run(self.run_id)
                 return True
             except Away as error:
                 self._store.why = str(error)

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,8 @@ class WorkerSession:
         self._generation = -1
         self._place: Assignment | None = None
         self._state: ElasticState | None = None
-        self._reports: list[Report] = []
-        self._sending: list[Report] = []
+        self._reports: list[Report] = []  # to be sent
+        self._unconfirmed: deque[Report] = deque()  # sent; the driver may not have read them
         self._values: Mapping[str, float] = {}
         self._reporting, self._flushing = threading.Lock(), threading.Lock()
         memory = os.environ.pop("ELASTIC_SPARK_MEMORY", None)  # from an agent: for snapshots, and its predecessor's
@@ -105,6 +106,8 @@ class WorkerSession:
             collective.notify_hosts_updated()
         elif kind in ("assignment", "leave"):
             self._assignments.put(message)
+        elif kind == "taken":
+            self._confirmed(message["generation"], message["count"])
         elif kind == "save":
             self._save_asked = True
         elif kind == "parts":
@@ -148,7 +151,9 @@ class WorkerSession:
         message = self._assignments.get()
         if message["type"] == "leave":
             raise Leave(message["reason"])
-        self._generation = message["generation"]
+        with self._reporting:  # what was reported in the world before is settled by the step that this one begins with
+            self._generation = message["generation"]
+            self._unconfirmed.clear()
         self._place = Assignment(
             message["generation"], message["rank"], message["size"], message["env"], message["body"]
         )
@@ -191,19 +196,26 @@ class WorkerSession:
     def _flush(self) -> None:
         with self._flushing:
             with self._reporting:
-                self._sending, self._reports = self._reports, []
-            if self._sending:
-                items = [_as_items(report) for report in self._sending]
+                sending, self._reports = self._reports, []
+                self._unconfirmed.extend(sending)
+            if sending:
+                items = [_as_items(report) for report in sending]
                 self._channel.send({"type": "progress", "generation": self._generation, "reports": items})
-                self._sending = []
+
+    def _confirmed(self, generation: int, count: int) -> None:
+        """The driver has taken down so many of the reports that were sent first."""
+        with self._reporting:
+            if generation == self._generation:
+                for _ in range(min(count, len(self._unconfirmed))):
+                    self._unconfirmed.popleft()
 
     # ------------------------------------------------------------------------------------------------ snapshots
 
     def keep(self, step: int, body: Any, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        """A snapshot in memory that outlives this process, with what the driver has not been told yet. What was found
+        """A snapshot in memory that outlives this process, with what the driver has not confirmed yet. What was found
         there from before is given up: this worker is in a world, and its state is newer."""
         with self._reporting:
-            reports = [_as_items(report) for report in (*self._sending, *self._reports)]
+            reports = [_as_items(report) for report in (*self._unconfirmed, *self._reports)]
         origin = {"worker": self.config["worker"], "generation": self._generation}
         whole = {"state": body, "reports": reports, **origin}
         snapshot = self._memory.write(step, whole, tensors)

@@ -1,0 +1,126 @@
+"""Ctrl-C and SIGTERM at awkward moments: MLflow, the event log and the job file tell the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from elastic_spark.errors import JobCancelled
+from elastic_spark.interrupts import Interrupts
+
+DRIVER = """
+    import sys, time
+    import elastic_spark as es
+    from elastic_spark.runner import session
+
+    def train(ctx):
+        import horovod.torch as hvd
+        import torch
+        state = es.ElasticState(model=torch.nn.Linear(1, 1))
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.step < 3000:
+                time.sleep(0.02)
+                state.commit(loss=1.0)
+        loop(state)
+
+    session("local[1]", "interrupted", {})
+    es.run(train, num_proc=1, work_dir="runs", job_name="job", tracking_uri="sqlite:///mlflow.db", experiment="e")
+"""
+
+
+class Driver:
+    """A job in a process of its own, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "runs" / "job" / "events.jsonl"
+        self._out = open(folder / "out.txt", "w")  # noqa: SIM115
+        env = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+        command = [sys.executable, "-c", textwrap.dedent(DRIVER)]
+        self.process = subprocess.Popen(command, cwd=folder, stdout=self._out, stderr=self._out, env=env)
+
+    def wait_for(self, event: str) -> None:
+        deadline = time.monotonic() + 120
+        while not (self.log.exists() and f'"event":"{event}"' in self.log.read_text().replace(" ", "")):
+            assert self.process.poll() is None, (self.folder / "out.txt").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def told(self) -> tuple[str, str, str]:
+        """The status by the event log, by MLflow and by the job file; the process has ended."""
+        self.process.wait(60)
+        last = json.loads(self.log.read_text().splitlines()[-1])
+        client = MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
+        (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+        assert run.info.end_time is not None
+        files: list[Any] = [json.loads(path.read_text()) for path in (self.folder / "runs").rglob("job-*.json")]
+        assert last["event"] == "JobFinished"
+        return last["status"], run.info.status, files[0]["status"]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    running = Driver(tmp_path)
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+def test_sigterm_as_soon_as_the_run_is_there(driver: Driver) -> None:
+    driver.wait_for("JobStarted")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.told() == ("KILLED", "KILLED", "KILLED")
+    assert "JobCancelled: terminated by SIGTERM" in (driver.folder / "out.txt").read_text()
+
+
+def test_ctrl_c_three_times(driver: Driver) -> None:
+    driver.wait_for("StepsCommitted")
+    for _ in range(3):
+        driver.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # a person's fingers
+    assert driver.told() == ("KILLED", "KILLED", "KILLED")
+    assert (driver.folder / "out.txt").read_text().rstrip().endswith("KeyboardInterrupt")
+
+
+def test_first_it_raises_then_it_cancels_then_it_waits() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    whys: list[str] = []
+    with Interrupts() as interrupts:
+        with pytest.raises(JobCancelled, match="terminated by SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupts.cancel_by(whys.append)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        interrupts.hold()
+        signal.raise_signal(signal.SIGTERM)
+    assert whys == ["terminated by SIGTERM", "interrupted by Ctrl-C"]
+    assert interrupts.interrupted
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), list[Any]()
+
+    def body() -> None:
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [before]
