@@ -70,7 +70,8 @@ def run(
     Args:
         fn: runs on every worker; called as ``fn(ctx, *args, **kwargs)`` where its first parameter is named ``ctx``,
             else as ``fn(*args, **kwargs)``.
-        stdout, stderr: streams for the workers' output; default: shown when ``verbose`` is 2, kept below ``work_dir``.
+        stdout, stderr: streams for the workers' output; default: shown on stderr when ``verbose`` is 2. The last lines
+            of a worker that is lost are in the event log in any case.
         data: data sets by name: a Spark DataFrame, the path or URI of Parquet files, or what `freeze` made of either.
         config: YAML file with options.
         options: any further field of `elastic_spark.JobConfig`.

@@ -252,8 +252,10 @@ def report(events: Path, html: Path | None, png: Path | None, manifests: tuple[P
     from elastic_spark.core.metrics import summarise
     from elastic_spark.report import render_html, render_png, render_text
 
-    with events.open(encoding="utf-8") as lines:
+    with events.open(encoding="utf-8", errors="replace") as lines:
         log = list(read_log(lines))
+    if not log:
+        raise click.UsageError(f"{events} is no event log: a job's is events.jsonl below its work_dir, and in its run")
     summary = summarise(log)
     click.echo(render_text(summary))
     if html is not None:

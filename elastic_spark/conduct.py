@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import secrets
+import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +116,8 @@ class Run:
                 journal.close()
             figures = summary.result()
             if tracker is not None:
-                tracker.finish(self.status, summary=figures, artifacts=self._artifacts(path))
+                made_with = {"command": _command(sys.argv), **_versions()}
+                tracker.finish(self.status, summary=figures, artifacts=self._artifacts(path), made_with=made_with)
                 self.run_id = figures["run_id"] = tracker.run_id
         if not self.interrupts.interrupted:
             _raise_if_failed(ended)
@@ -381,14 +384,19 @@ class Run:
         return {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "OMP_NUM_THREADS": "1", **(self.settings.env or {})}
 
     def _artifacts(self, path: Path) -> dict[str, str]:
-        from elastic_spark.report import render_html
+        from elastic_spark.report import render_html, render_png
 
         artifacts = {"elastic/events.jsonl": str(path)}
         page = self.work / "report.html"
         try:
             with path.open(encoding="utf-8") as lines:
-                page.write_text(render_html(list(ev.read_log(lines)), self.name), encoding="utf-8")
+                log = list(ev.read_log(lines))
+            page.write_text(render_html(log, self.name), encoding="utf-8")
             artifacts["elastic/report.html"] = str(page)
+            render_png(log, self.work / "timeline.png")
+            artifacts["elastic/timeline.png"] = str(self.work / "timeline.png")
+        except errors.EnvironmentUnfit:  # no matplotlib: the page has the same picture
+            pass
         except Exception as error:  # the job's end must be told whatever happens to its report
             print(f"elastic_spark: no report: {type(error).__name__}: {error}", file=sys.stderr)
         return artifacts
@@ -436,6 +444,15 @@ def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any
     params.update({f"{name}_rows": plan.rows for name, plan in plans.items()})
     params.update({f"{name}_lanes": plan.lanes for name, plan in plans.items()})
     return params
+
+
+def _command(words: Sequence[str]) -> str:
+    """As it was typed, without values that may be secret."""
+    shown = []
+    for before, word in itertools.pairwise(["", *words]):
+        hidden = before in ("--env", "--set", "--conf") and "=" in word
+        shown.append(f"{word.partition('=')[0]}=HIDDEN" if hidden else word)
+    return shlex.join(shown)
 
 
 def _versions() -> dict[str, str]:

@@ -140,8 +140,8 @@ class JobConfig:
                 raise ConfigError(f"{name}={value}: must be at least 1")
         if self.guard not in POLICIES:
             raise ConfigError(f"guard={self.guard!r}: must be one of {', '.join(map(repr, POLICIES))}")
-        if self.notices is not None and self.notices not in notices.SOURCES and ":" not in self.notices:
-            raise ConfigError(f"notices={self.notices!r}: {notices.KNOWN}")
+        if self.notices is not None:
+            notices.check(self.notices)
         for name in ("spares", "reset_limit", "user_error_retries", "guard_rollbacks"):
             value = getattr(self, name)
             if value is not None and value < 0:

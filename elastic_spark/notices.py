@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -69,6 +70,12 @@ SOURCES: Mapping[str, Source] = {"aws": aws, "azure": azure, "gcp": gcp}
 KNOWN = f"must be one of {', '.join(map(repr, SOURCES))}, or 'package.module:function'"
 
 
+def check(name: str) -> None:
+    """Raises ConfigError where ``name`` cannot be that of a source. What it names may be on the executors alone."""
+    if name not in SOURCES and not re.fullmatch(r"[\w.]*\w:\w+", name):
+        raise ConfigError(f"notices={name!r}: {KNOWN}")
+
+
 def source(name: str) -> Source:
     """The notice source called ``name``: one of `SOURCES`, or ``package.module:function``.
 
@@ -77,9 +84,8 @@ def source(name: str) -> Source:
     """
     if name in SOURCES:
         return SOURCES[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ConfigError(f"notices={name!r}: {KNOWN}")
+    check(name)
+    module, _, function = name.partition(":")
     try:
         found: Source = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

@@ -69,7 +69,10 @@ class LaneSampler(Sampler[list[int]]):
         shuffle: bool = True,
         max_world: int = 32,
     ) -> None:
-        rows = data if isinstance(data, int) else len(data)
+        rows = len(data) if isinstance(data, Sized) else int(data)
+        if isinstance(global_batch, bool) or int(global_batch) != global_batch:
+            raise ConfigError(f"global_batch={global_batch!r}: must be a whole number")
+        global_batch = int(global_batch)
         stretches = min(_STRETCHES, max(1, rows))
         cuts = [rows * i // stretches for i in range(stretches + 1)]
         groups = tuple(end - start for start, end in itertools.pairwise(cuts))

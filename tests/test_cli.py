@@ -90,6 +90,18 @@ def test_wrong_usage_is_told_before_spark_starts(script: Path, arguments: list[s
     assert said in " ".join(cli.stderr.split())
 
 
+def test_what_is_no_log_or_holds_no_checkpoint_is_told(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no event\n")
+    cli = CliRunner().invoke(main, ["report", str(tmp_path / "text")])
+    assert cli.exit_code == 2
+    assert "is no event log" in cli.stderr
+    for command in ("ls", "verify"):
+        cli = CliRunner().invoke(main, ["checkpoints", command, str(tmp_path / "nowhere")])
+        assert cli.exit_code == 1
+        assert "no checkpoint under" in cli.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_every_option_has_a_flag() -> None:
     flags = {parameter.name for parameter in main.commands["run"].params}
     assert {item.name for item in dataclasses.fields(JobConfig)} <= flags

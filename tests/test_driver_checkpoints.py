@@ -48,6 +48,16 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+def test_what_the_guard_does_not_trust_is_discarded_and_comes_no_more(bench: Bench) -> None:
+    for step in (10, 20, 30):
+        bench.write(step)
+    asyncio.run(bench.driver.distrust(20))
+    bench.write(15)
+    bench.write(40)  # was on its way
+    assert bench.steps() == [15, 10]
+    assert [item.reason for item in bench.of(ev.CheckpointSkipped)] == ["the guard trusts no state from step 20 on"]
+
+
 def test_a_roll_back_goes_to_the_newest_good_one_and_undoes_what_came_after(bench: Bench) -> None:
     for step in (10, 20, 40, 50):
         bench.write(step)

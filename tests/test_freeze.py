@@ -292,6 +292,12 @@ def test_ragged_lists_in_files_are_named(tmp_path):
 
 
 def test_no_files_no_rows_and_no_parquet_are_named(tmp_path):
+    for nothing in ("", "s3://", "file:///"):
+        with pytest.raises(DataError, match="names no Parquet files"):
+            freeze(nothing, tmp_path / "out")
+    for other in (None, 3, [1]):
+        with pytest.raises(DataError, match="neither a Spark DataFrame nor"):
+            freeze(other, tmp_path / "out")
     for missing in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(DataError, match="no Parquet files at"):
             freeze(missing, tmp_path / "out")

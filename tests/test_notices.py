@@ -118,6 +118,9 @@ def test_a_source_of_ones_own_is_asked_until_it_says_so_and_may_fail_meanwhile(m
 def test_a_source_that_cannot_be_is_named():
     with pytest.raises(ConfigError, match=r"'aws', 'azure', 'gcp', or 'package.module:function'"):
         JobConfig.resolve(notices="amazon")
+    for name in (":", "module:", ":function", "a:b:c"):
+        with pytest.raises(ConfigError, match="must be one of"):
+            JobConfig.resolve(notices=name)
     with pytest.raises(ConfigError, match="cannot be imported"):
         notices.source("no.such.module:look")
     assert notices.source("gcp") is notices.gcp

@@ -6,6 +6,7 @@ import collections
 import random
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -116,8 +117,11 @@ def test_senseless_options_are_refused():
         es.LaneSampler(10, 4, rank=2, size=2)
     with pytest.raises(ConfigError, match="at least 1"):
         es.LaneSampler(10, 0)
+    with pytest.raises(ConfigError, match="whole number"):
+        es.LaneSampler(10, 4.5)
     with pytest.raises(DataError, match="no rows"):
         es.LaneSampler(Numbers(0), 4)
+    assert len(es.LaneSampler(np.int64(10), np.int64(4))) == 3
 
 
 # ---- negative controls: the same audit fails with the samplers that users have

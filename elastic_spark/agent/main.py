@@ -76,7 +76,7 @@ def run_agent(launch: Launch, slot: int, attempt: int, resources: dict[str, list
 
 class _Agent:
     def __init__(self, launch: Launch, channel: Channel, resources: dict[str, list[str]], mark: str) -> None:
-        self._launch, self._channel = launch, channel
+        self._launch, self._channel, self._mark = launch, channel, mark
         env = {**worker_environment(), **launch.env}
         if "gpu" in resources:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(resources["gpu"])
@@ -177,6 +177,7 @@ class _Agent:
             process.clean_up()
         self._processes.clear()
         self._forks.close()
+        sweep(self._mark)
         self._channel.close()
 
 

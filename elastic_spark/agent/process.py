@@ -21,6 +21,7 @@ from elastic_spark.agent.guard import Guard
 
 TAIL_LINES = 60
 LINE_LIMIT = 4096
+BLOCK = 1 << 16
 MARK = "ELASTIC_SPARK_PROCESS"
 
 
@@ -59,10 +60,21 @@ class WorkerProcess:
             self._process.stdin.close()
 
     def _read(self) -> None:
-        for line in iter(lambda: self._process.stdout.readline(LINE_LIMIT), b""):
-            text = line.decode(errors="replace").rstrip("\n")
-            self.tail.append(text)
-            self._on_lines(self.worker, (text,))
+        """As many lines at a time as are there. A line that does not end is cut at `LINE_LIMIT`."""
+        rest = b""
+        while block := os.read(self._process.stdout.fileno(), BLOCK):
+            *lines, rest = (rest + block).split(b"\n")
+            while len(rest) > LINE_LIMIT:
+                lines.append(rest[:LINE_LIMIT])
+                rest = rest[LINE_LIMIT:]
+            self._take(lines)
+        self._take([rest] if rest else [])
+
+    def _take(self, lines: list[bytes]) -> None:
+        told = tuple(line.decode(errors="replace")[:LINE_LIMIT] for line in lines)
+        self.tail.extend(told)
+        if told:
+            self._on_lines(self.worker, told)
 
     def cpu_ticks(self) -> int | None:
         """Processor time used so far, None when stopped or gone: tells a busy process from a frozen one."""
@@ -115,7 +127,8 @@ def worker_environment() -> dict[str, str]:
 
 
 def sweep(mark_prefix: str) -> list[int]:
-    """Kill processes of this user whose mark starts with ``mark_prefix``: leftovers of a task that was killed."""
+    """Kill processes of this user whose mark starts with ``mark_prefix``: leftovers of a task that was killed, and what
+    a training function has started in a session of its own."""
     wanted = f"{MARK}={mark_prefix}".encode()
     swept = []
     for entry in Path("/proc").iterdir():

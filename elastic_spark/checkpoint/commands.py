@@ -29,7 +29,7 @@ def ls(uri: str, *, job_id: str | None = None) -> list[dict[str, Any]]:
     Reads manifests only."""
     store, only = locate(uri)
     rows = [_row(item) for item in store.attempts(job_id)]
-    return [row for row in rows if only in (None, row["name"])]
+    return _some([row for row in rows if only in (None, row["name"])], uri)
 
 
 def verify(uri: str, which: str = "all", *, job_id: str | None = None) -> list[dict[str, Any]]:
@@ -50,7 +50,13 @@ def verify(uri: str, which: str = "all", *, job_id: str | None = None) -> list[d
             except CheckpointInvalid as error:
                 row |= {"status": "invalid", "reason": str(error)}
         rows.append(row | {"seconds": round(time.monotonic() - started, 3)})
-    return [row for row in rows if row["status"] != "unfinished"]
+    return _some([row for row in rows if row["status"] != "unfinished"], uri)
+
+
+def _some(rows: list[dict[str, Any]], uri: str) -> list[dict[str, Any]]:
+    if not rows:
+        raise CheckpointInvalid(f"no checkpoint under {uri}: a job's are under its checkpoint_uri, or WORK_DIR/NAME")
+    return rows
 
 
 def export(

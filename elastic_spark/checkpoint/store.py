@@ -85,14 +85,17 @@ class CheckpointStore:
         state = f"{folder}/{manifest.state_name(part, parts)}"
         if manifest.state_name(part, parts) in self._storage.files(folder):
             raise CheckpointError(f"{self.uri}/{state} is there already: a token is for one attempt, written once")
-        files = [self._write(state, layout.chunks())]
-        if meta or part == 0:
-            try:
+        files = []
+        try:
+            files.append(self._write(state, layout.chunks()))
+            if meta or part == 0:
                 files.append(self._write(f"{folder}/{manifest.meta_name(part, parts)}", iter([memoryview(text)])))
-            except BaseException:
-                with contextlib.suppress(StorageFailed):
-                    self._storage.remove(state)
-                raise
+        except BaseException:
+            with contextlib.suppress(StorageFailed):
+                self._storage.remove(state)
+                if not self._storage.files(folder):  # no other rank's part is there
+                    self._storage.remove(folder)
+            raise
         return WrittenPart(step, token, part, parts, tuple(files))
 
     def _write(self, path: str, chunks: Iterator[memoryview]) -> StoredFile:

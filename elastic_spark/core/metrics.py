@@ -240,6 +240,8 @@ class Summary:
         self._previous: tuple[tuple[int, int], float] | None = None
         self._gaps: dict[int, array[float]] = {}
         self._checkpoints: list[dict[str, Any]] = []
+        self._safe_from: float | None = None  # all before it is in a checkpoint, or was when this driver began
+        self._rpo_s: float | None = None
         self._alarms: list[str] = []
         self._losses: Counter[str] = Counter()
         self._rows_reported = self._rows_unreported = self._rows_unexplained = 0
@@ -262,6 +264,7 @@ class Summary:
             self._add_generation(event)
         elif isinstance(event, ev.GenerationRunning):
             self._ran_at = event.at if self._ran_at is None else self._ran_at
+            self._safe_from = event.at if self._safe_from is None else self._safe_from
             change = self._changes.get((self._pauses.driver, event.generation))
             if change is not None:
                 change["form_s"] = event.seconds
@@ -272,6 +275,9 @@ class Summary:
         elif isinstance(event, ev.CheckpointWritten):
             fields = ("at", "step", "uri", "digest", "bytes", "seconds", "world_size")
             self._checkpoints.append({name: getattr(event, name) for name in fields})
+            if self._safe_from is not None:
+                self._rpo_s = max(self._rpo_s or 0.0, event.at - self._safe_from)
+            self._safe_from = event.at - event.seconds
         elif isinstance(event, ev.GuardAlarm):
             self._alarms.append(told(event))
         elif isinstance(event, ev.WorkerLost):
@@ -280,7 +286,7 @@ class Summary:
             self._end = event
 
     def _add_start(self, event: ev.JobStarted) -> None:
-        self._job, self._end = event, None
+        self._job, self._end, self._safe_from = event, None, None
         self._resumed_from = event.resumed_from
         if self._history.top > event.resumed_step:
             self._history.roll_back(self._history.top, event.resumed_step, self._frozen)
@@ -332,6 +338,8 @@ class Summary:
         * ``epochs``: see `core.audit.audit_epoch`, and ``digest``, that of what was trained in the epoch so far, None
           where this log does not tell it all
         * ``steps_lost``, ``rows_lost``, ``seconds_lost``: the RPO, summed over roll-backs
+        * ``rpo_s_max``: what a total loss could have cost at the worst moment: the longest time from the state of a
+          checkpoint (its manifest's time less the seconds of writing), or from the first step, to the next manifest
         * ``rows_reported``: what workers said; ``rows_unreported``: rows by plan of which nobody spoke because a rank
           died before its report; ``rows_unexplained``: any other |reported - rows by plan|, summed over events
         """
@@ -377,6 +385,7 @@ class Summary:
             "goodput": goodput(made - 1, self._sizes, times[0], times[-1], ideal_rates(self._gaps)) if times else None,
             "data_wait_fraction": waiting(self._wait_s, self._ran_at, times[-1] if times else None),
             "checkpoints": list(self._checkpoints),
+            "rpo_s_max": self._rpo_s,
             "checkpoints_skipped": self._counts["CheckpointSkipped"],
             "checkpoints_rejected": self._counts["CheckpointRejected"],
             "guard_alarms": list(self._alarms),

@@ -27,7 +27,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
         ("guard", _guard(summary), "bad" if summary["guard_alarms"] else "ok"),
         ("goodput", "-" if summary["goodput"] is None else f"{summary['goodput']:.1%} of the ideal rate", ""),
         ("waiting for data", _waiting(summary["data_wait_fraction"]), ""),
-        ("checkpoints", _checkpoints(summary), ""),
+        ("checkpoints", _checkpoints(summary), "bad" if _end_is_lost(summary) else ""),
         ("resumed from", summary["resumed_from"] or "-", ""),
         ("data", _data(summary["datasets"]), ""),
         ("time", f"{seconds(summary['wall_s'])}, warnings: {summary['warnings']}", ""),
@@ -124,10 +124,18 @@ def _guard(summary: Mapping[str, Any]) -> str:
 def _checkpoints(summary: Mapping[str, Any]) -> str:
     found = summary["checkpoints"]
     parts = [f"{len(found)} written" + (f", newest at step {found[-1]['step']:,}" if found else "")]
+    if summary["rpo_s_max"] is not None:
+        parts.append(f"RPO at worst {seconds(summary['rpo_s_max'])}")
     for what in ("skipped", "rejected"):
         if summary[f"checkpoints_{what}"]:
             parts.append(f"{summary[f'checkpoints_{what}']} {what}")
-    return ", ".join(parts)
+    return ", ".join(parts) + (", the end of training is not in one" if _end_is_lost(summary) else "")
+
+
+def _end_is_lost(summary: Mapping[str, Any]) -> bool:
+    """The job finished, and its last state was to be written and could not be."""
+    newest = summary["checkpoints"][-1]["step"] if summary["checkpoints"] else 0
+    return summary["status"] == "FINISHED" and bool(summary["checkpoints_skipped"]) and newest < summary["steps"]
 
 
 def _data(datasets: Mapping[str, Mapping[str, Any]]) -> str:

@@ -41,6 +41,7 @@ class DriverCheckpoints:
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
         self._only_good, self._undone = only_good, 0
+        self._suspect: int | None = None
         self._waiting: dict[tuple[int, str], dict[int, tuple[WrittenPart, Mapping[str, Any]]]] = {}
         self._job_id = job_id
         self._identity = {"job_id": job_id, **noted}
@@ -61,6 +62,9 @@ class DriverCheckpoints:
             return
         parts, fields = self._gather(part, fields)
         if not parts:
+            return
+        if self._suspect is not None and part.step >= self._suspect:
+            self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=_untrusted(self._suspect)))
             return
         whole = {
             **fields,
@@ -118,13 +122,16 @@ class DriverCheckpoints:
         """What ``generation`` goes back to: the newest good one of a step below ``step``. Those after it are of a
         history that is undone with it; they are deleted, so that no later start can take them for the newest."""
         self._undone = generation - 1
-        found = await self._choose(
-            lambda item: item.suspect or (f"the guard trusts no state from step {step} on" if item.step >= step else "")
-        )
+        found = await self._choose(lambda item: item.suspect or (_untrusted(step) if item.step >= step else ""))
         if found is not None:
             self._parent = found.name
-            await self._in_thread(lambda: self._discard_after(found))
+            await self._in_thread(lambda: self._discard_from(found.step + 1))
         return found
+
+    async def distrust(self, step: int) -> None:
+        """The guard has ended the job: no later start may take a state of ``step`` or later for the newest."""
+        self._suspect = step
+        await self._in_thread(lambda: self._discard_from(step))
 
     async def _choose(self, refuse: Callable[[Checkpoint], str]) -> Checkpoint | None:
         found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._job_id, refuse=refuse))
@@ -135,9 +142,9 @@ class DriverCheckpoints:
             self._append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
         return found
 
-    def _discard_after(self, kept: Checkpoint) -> None:
+    def _discard_from(self, step: int) -> None:
         for item in self._store.list(self._job_id):
-            if item.step > kept.step:
+            if item.step >= step:
                 self._store.discard(item.step, item.token)
 
     def close(self) -> None:
@@ -146,3 +153,7 @@ class DriverCheckpoints:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _untrusted(step: int) -> str:
+    return f"the guard trusts no state from step {step} on"

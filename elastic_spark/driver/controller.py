@@ -90,6 +90,7 @@ class Controller:
         )
         self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
         self._guard = Guard()
+        self._suspect: int | None = None  # the first step that an alarm since the last roll-back speaks of
         self._peers = Peers()
         self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
@@ -223,6 +224,7 @@ class Controller:
         for fact in facts:
             self._journal.append(fact)
             for alarm in self._guard.add(fact):
+                self._suspect = min(self._suspect or alarm.suspect_from, alarm.suspect_from)
                 self._journal.append(alarm)
                 self._turn(core.Alarmed(alarm.generation, alarm.suspect_from, told(alarm)))
 
@@ -401,6 +403,7 @@ class Controller:
     async def _checkpoint_for(self, effect: core.Form) -> Checkpoint | None:
         """What the generation starts from, where its members do not hold the state themselves."""
         if effect.before is not None:
+            self._suspect = None
             good = await self._checkpoints.good_before(effect.before, effect.generation)
             if good is None:
                 why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
@@ -463,12 +466,22 @@ class Controller:
             self._do_break(core.BreakGeneration(effect.generation, effect.members))  # broken before it was open
         self._on_generation(effect.generation, effect.cause, len(effect.members))
 
+    async def _distrust(self, step: int) -> None:
+        try:
+            await self._checkpoints.distrust(step)
+        except Exception as error:
+            message = f"those of step {step} and later, which the guard does not trust, are still there: {error}"
+            self._journal.append(ev.Warned(at=self._now(), where="checkpoints", message=message))
+
     def _do_end(self, effect: core.End) -> None:
         self._take_down(self._ledger.close(self._now()) if effect.ended.status == "FINISHED" else [])
         self._over.set()
 
     async def _farewell(self) -> None:
         """Pending commits, then everybody is told to go, and has a moment to."""
+        ended = self._job.ended
+        if ended is not None and ended.kind == "GuardStopped" and self._suspect is not None:
+            await self._distrust(self._suspect)
         if self._commits:
             await asyncio.wait(self._commits, timeout=30.0)
         self._peers.dismiss_all("the job has ended")

@@ -81,7 +81,12 @@ def freeze(
     fill = nulls if isinstance(nulls, Mapping) else {}
     folder = f"{_absolute(os.fspath(uri))}/{name}"
     if isinstance(df_or_uri, (str, os.PathLike)):
+        if not os.fspath(df_or_uri).split("://")[-1].strip("/ "):
+            raise DataError(f"data={os.fspath(df_or_uri)!r} names no Parquet files")
         manifest = _freeze_files(_absolute(os.fspath(df_or_uri)), folder, name, columns, fill)
+    elif not hasattr(df_or_uri, "schema"):
+        kind = type(df_or_uri).__name__
+        raise DataError(f"data of type {kind} is neither a Spark DataFrame nor the path or URI of Parquet files")
     else:
         manifest = _freeze_frame(df_or_uri, folder, name, columns, fill, rows_per_group)
     return manifest

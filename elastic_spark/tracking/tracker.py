@@ -36,6 +36,7 @@ class _Ending:
     status: str
     summary: Mapping[str, Any]
     artifacts: Mapping[str, str]
+    made_with: Mapping[str, str]
     at: float
     deadline: float
     timeout_s: float
@@ -159,17 +160,25 @@ class Tracker:
             self._events.append(event)
 
     def finish(
-        self, status: str, *, summary: Mapping[str, Any], artifacts: Mapping[str, str], timeout_s: float = 30
+        self,
+        status: str,
+        *,
+        summary: Mapping[str, Any],
+        artifacts: Mapping[str, str],
+        made_with: Mapping[str, str] | None = None,
+        timeout_s: float = 30,
     ) -> None:
         """Delivers what waits, then status, verdict and ``artifacts`` (artifact path -> local file).
+
+        ``made_with`` is named at the end of the description: versions, the command.
 
         Returns within ``timeout_s`` seconds whatever MLflow does. What could not be delivered stays in ``spool_dir``,
         is said, and can be sent with `replay`.
         """
         if self._thread is None or self._ending is not None:
             return
-        now = time.monotonic()
-        self._ending = _Ending(status, summary, artifacts, time.time(), now + 0.9 * timeout_s, timeout_s)
+        deadline, made_with = time.monotonic() + 0.9 * timeout_s, made_with or {}
+        self._ending = _Ending(status, summary, artifacts, made_with, time.time(), deadline, timeout_s)
         self._wake.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():  # stuck where nothing should be: what it holds in memory is not on disk
@@ -314,7 +323,8 @@ class Tracker:
         """Verdict and status first, then files: a file that cannot be sent does not leave the run RUNNING."""
         records: list[Record] = []
         if ending.summary:
-            records += _summary_records(ending.summary, self._recorder.newest_step, round(ending.at * 1000))
+            step, at_ms = self._recorder.newest_step, round(ending.at * 1000)
+            records += _summary_records(ending.summary, ending.made_with, step, at_ms)
         if not self._foreign:
             records.append({"kind": "end", "status": ending.status, "at_ms": round(ending.at * 1000)})
         files = [{"kind": "artifact", "path": path, "local": str(local)} for path, local in ending.artifacts.items()]
@@ -402,13 +412,15 @@ def _newest_step(spool: Spool) -> int:
     return max(steps, default=0)
 
 
-def _summary_records(summary: Mapping[str, Any], step: int, at_ms: int) -> list[Record]:
+def _summary_records(summary: Mapping[str, Any], made_with: Mapping[str, str], step: int, at_ms: int) -> list[Record]:
     """The verdict, changes and epochs as the run's description, its figures as metrics, and the changes as a table."""
     lines = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text, _ in verdict(summary))
     changes = "\n".join(f"* {change_line(change)}" for change in summary["changes"][:40])
     epochs = "\n".join(f"* {epoch_line(epoch)}" for epoch in summary["epochs"][:40])
     note = f"| | |\n|---|---|\n{lines}\n" + (f"\n**Changes**\n\n{changes}\n" if changes else "")
     note += f"\n**Epochs**\n\n{epochs}\n" if epochs else ""
+    made = "\n".join(f"* {name}: `{text}`" for name, text in made_with.items())
+    note += f"\n**Made with**\n\n{made}\n" if made else ""
     records: list[Record] = [{"kind": "tag", "key": "mlflow.note.content", "value": note}]
     names = ("rows_total", "rows_once", "rows_twice", "rows_never", "steps", "steps_lost", "goodput")
     for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max", "data_wait_fraction"):

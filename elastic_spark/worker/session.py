@@ -40,6 +40,8 @@ REPORT_S = 0.1
 PARTS_FROM = 256 << 20
 #: A checkpoint in parts is announced so many seconds ahead, so that all ranks hear of it before its step.
 ANNOUNCE_S = 0.3
+#: After a write that failed the next is not tried at once: twice this, then twice as long each time, at most the other.
+RETRY_S, MOST_RETRY_S = 0.5, 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -317,6 +319,7 @@ class _Saver:
         self._step_s = 0.0
         self._committed_at = time.monotonic()
         self._skipped_at = 0.0
+        self._failures, self._retry_at = 0, 0.0
         self._fields: dict[str, Any] = {}
         self._written = threading.Event()
 
@@ -337,6 +340,8 @@ class _Saver:
             write_s=self._cost_s + self._write_s,
         )
         if not (wanted or asked) or (self.generation, state.step) < self._planned:
+            return
+        if now < self._retry_at and not asked:
             return
         if self._writer.busy:
             if now - self._skipped_at > self._rpo_target_s:
@@ -384,7 +389,9 @@ class _Saver:
         self._write_s = max(outcome.seconds, 0.9 * self._write_s)  # storage is not always as fast as it can be
         self._memory.release()
         with contextlib.suppress(ProtocolError):
+            self._failures = self._failures + 1 if outcome.part is None else 0
             if outcome.part is None:
+                self._retry_at = time.monotonic() + min(RETRY_S * 2**self._failures, MOST_RETRY_S)
                 reason = f"{type(outcome.error).__name__}: {outcome.error}"
                 self._channel.send({"type": "checkpoint_skipped", "step": outcome.step, "reason": reason})
             else:

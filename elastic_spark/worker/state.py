@@ -201,7 +201,12 @@ class ElasticState(State):  # type: ignore[misc]
         if missing:
             raise KeyError(f"the state and the training function differ in {missing}: was the function changed?")
         for name, item in self._objects.items():
-            _load(item, tree.unflatten(body["objects"][name], tensors))
+            try:
+                _load(item, tree.unflatten(body["objects"][name], tensors))
+            except (RuntimeError, ValueError) as error:  # torch's words for other shapes, names, groups
+                raise ValueError(
+                    f"the state and the training function differ in {name!r}: was the function changed? {error}"
+                ) from error
         for name, value in tree.unflatten(body["attributes"], tensors).items():
             setattr(self, name, copy.deepcopy(value))
             if name not in self._names:

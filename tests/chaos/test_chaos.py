@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic_spark.checkpoint import CheckpointStore
 from elastic_spark.core import events as ev
+from elastic_spark.core.verdict import verdict
 
 from .schedule import Fault, Schedule, schedule
 from .world import World, run_schedules
@@ -115,6 +119,76 @@ def test_a_rank_that_waits_for_one_that_has_returned_ends_with_a_named_error(tmp
         ended, _ = world.controller.outcome()
         assert ended.kind == "UserCodeFailed"
         assert "do all ranks call the same collectives" in ended.error
+    finally:
+        world.close()
+
+
+def test_steps_that_the_driver_had_not_read_when_all_workers_died_are_known_from_their_memory(tmp_path: Path) -> None:
+    """The driver stands still, workers go on, and are killed before it looks again."""
+    world = World(Schedule(0, 2, 2, 1, 60.0, ()), tmp_path / "world", epochs=4)
+    try:
+        world.begin()
+        world.controller._loop.call_soon_threadsafe(time.sleep, 2.0)
+        threading.Event().wait(1.0)  # the workers' time
+        for worker in world.members():
+            world.kill(worker)
+        world.finish()
+        assert not [event for event in world.seen(ev.Warned) if "reported by nobody" in event.message]
+        assert [event for event in world.seen(ev.GenerationFormed) if event.restored_from]
+    finally:
+        world.close()
+
+
+def test_when_the_guard_has_ended_a_job_no_state_after_the_alarm_is_left(tmp_path: Path) -> None:
+    """And what the training function started in a session of its own is not left either."""
+    sleeper = tmp_path / "sleeper"
+
+    def train(ctx: object) -> None:
+        import subprocess
+        import time
+
+        import horovod.torch as hvd
+        import torch
+
+        import elastic_spark as es
+
+        sleeper.write_text(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
+
+        @hvd.elastic.run
+        def loop(state: es.ElasticState) -> None:
+            while True:
+                time.sleep(0.02)
+                state.commit(loss=float("nan") if state.step == 60 else 1.0)
+
+        loop(es.ElasticState(model=torch.nn.Linear(2, 2)))
+
+    world = World(Schedule(0, 1, 1, 1, 0.4, ()), tmp_path / "world", function=train, guard="stop")
+    try:
+        world.add_executor()
+        assert world.controller.wait(90.0), f"it hangs: {world.events[-5:]}"
+        assert world.controller.outcome()[0].kind == "GuardStopped"
+        (alarm,) = world.seen(ev.GuardAlarm)
+        assert alarm.step == alarm.suspect_from == 61
+        kept = [item.step for item in CheckpointStore(str(world.folder / "checkpoints")).list()]
+        assert kept
+        assert max(kept) < 61
+        world.executors["0"].wait(15.0)
+        assert not psutil.pid_exists(pid := int(sleeper.read_text())) or psutil.Process(pid).status() == "zombie"
+    finally:
+        world.close()
+
+
+def test_storage_that_fails_is_not_tried_at_each_step_and_that_the_end_is_not_saved_is_told(tmp_path: Path) -> None:
+    world = World(Schedule(0, 1, 1, 1, 0.05, ()), tmp_path / "world", epochs=6)
+    try:
+        (world.folder / "checkpoints").write_text("a file stands where the folder should be")
+        world.begin()
+        figures = world.finish()
+        assert figures["steps"] == 120
+        assert 1 <= figures["checkpoints_skipped"] <= 8
+        line = next(line for line in verdict(figures) if line[0] == "checkpoints")
+        assert line[1].endswith("skipped, the end of training is not in one")
+        assert line[2] == "bad"
     finally:
         world.close()
 

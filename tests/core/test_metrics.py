@@ -168,6 +168,19 @@ def test_the_log_alone_gives_the_same_figures():
     json.dumps(summarise(STORY), allow_nan=False)
 
 
+def test_rpo_is_from_the_state_of_a_checkpoint_to_the_manifest_of_the_next():
+    def written(at, seconds):
+        return ev.CheckpointWritten(at=at, step=1, uri="", digest="", bytes=1, seconds=seconds, world_size=1)
+
+    running = [ev.GenerationRunning(at=at, generation=at, seconds=0.1) for at in (2, 3)]
+    assert summarise([started(), *running])["rpo_s_max"] is None
+    assert summarise([started(), *running, written(10, 1.0)])["rpo_s_max"] == 8.0
+    assert summarise([started(), *running, written(10, 1.0), written(15, 0.5), written(24, 1)])["rpo_s_max"] == 9.5
+    assert summarise([started(), written(9, 1.0), written(10, 1.0)])["rpo_s_max"] == 2.0
+    again = [started(at=100.0), ev.GenerationRunning(at=101.0, generation=1, seconds=0.1), written(104, 1.0)]
+    assert summarise([started(), *running, written(10, 1.0), *again])["rpo_s_max"] == 8.0
+
+
 def test_nothing_yet():
     out = summarise([])
     assert out["status"] == "RUNNING"

@@ -43,7 +43,7 @@ def test_a_recorded_log():
         "p50 0.34 s, p95 1.36 s, max 1.36 s; back at 90 % of its rate after "
     )
     assert found["lost by roll-back"] == ("32 steps, 8,036 rows, 1.92 s: trained again", "bad")
-    assert found["checkpoints"][0] == "3 written, newest at step 303, 1 rejected"
+    assert found["checkpoints"][0] == "3 written, newest at step 303, RPO at worst 12.0 s, 1 rejected"
     assert found["data"][0] == "train: 25,700 rows, sha256:5e5e5e5e5e5e"
     assert found["goodput"][0].endswith("% of the ideal rate")
 
