@@ -393,8 +393,9 @@ class Run:
                 log = list(ev.read_log(lines))
             page.write_text(render_html(log, self.name), encoding="utf-8")
             artifacts["elastic/report.html"] = str(page)
-            render_png(log, self.work / "timeline.png")
-            artifacts["elastic/timeline.png"] = str(self.work / "timeline.png")
+            if self.status != "KILLED":  # who has been told to go has no time for a picture
+                render_png(log, self.work / "timeline.png")
+                artifacts["elastic/timeline.png"] = str(self.work / "timeline.png")
         except errors.EnvironmentUnfit:  # no matplotlib: the page has the same picture
             pass
         except Exception as error:  # the job's end must be told whatever happens to its report

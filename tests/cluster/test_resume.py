@@ -134,7 +134,8 @@ def test_a_terminated_driver_is_killed_and_leaves_nothing(submitted: Submitted, 
     submitted.assert_gone(workers)
     assert submitted.process is not None
     assert submitted.process.wait(timeout=120) != 0
-    assert submitted.run().info.status == "KILLED"
+    # where its JVM was told, too, that has ended before the driver, which has the rest of its 30 s
+    submitted.cluster.wait_for(lambda: submitted.run().info.status == "KILLED", 20.0, "the driver's last word")
     assert submitted.events(ev.JobFinished)[-1].status == "KILLED"
 
 
