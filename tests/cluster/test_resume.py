@@ -116,7 +116,7 @@ def test_a_killed_driver_is_resumed_by_the_second_submit(submitted: Submitted) -
     assert (summary["rows_twice"], summary["rows_never"]) == (0, 0)
     # A killed driver may take the log lines of its last step along; the checkpoint holds the step all the same.
     assert summary["rows_once"] + summary["rows_inherited"] == ROWS * EPOCHS
-    assert summary["rows_inherited"] <= 3 * 24
+    assert summary["rows_inherited"] <= 10 * 24
     history = MlflowClient(f"sqlite:///{submitted.folder}/mlflow.db").get_metric_history(story["run_id"], "loss")
     assert len(history) == len({point.step for point in history}) >= summary["steps"] - summary["rows_inherited"] // 24
 
