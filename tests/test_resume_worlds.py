@@ -1,7 +1,9 @@
 """A checkpoint that four ranks wrote, a part each, goes on at 1, 2, 3 and 7 with the losses of an uninterrupted run.
 
-Real ranks of Horovod, forked from one server that has imported what they need; the worker's own session, state, reader
-and checkpoint writer. The driver's part is played by the test: it places the ranks and commits what they wrote.
+They copied it late, as a large state: while the step after it was computed, and after the loop had swapped other
+weights in and out. Real ranks of Horovod, forked from one server that has imported what they need; the worker's own
+session, state, reader and checkpoint writer. The driver's part is played by the test: it places the ranks and commits
+what they wrote.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ def rank_main(task: dict[str, Any], answer: Any) -> None:
 
     import elastic_spark as es
     from elastic_spark.worker import collective
+    from elastic_spark.worker import state as state_module
     from elastic_spark.worker.context import Context
     from elastic_spark.worker.session import WorkerSession, bind
 
     torch.set_num_threads(1)
+    state_module.LATE_FROM_S = -1.0
     told = Told()
     session = WorkerSession(told, task["config"])  # type: ignore[arg-type]
     bind(session)
@@ -80,6 +84,11 @@ def rank_main(task: dict[str, Any], answer: Any) -> None:
             session._obey({"type": "parts", "generation": 1, "step": task["save_at"]})
         state.save(loss=whole)
         losses[state.step] = whole
+        committed = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.zero_()  # an evaluation with other weights, which torch's version counters do not see
+        for parameter, weights in zip(model.parameters(), committed, strict=True):
+            parameter.data.copy_(weights)
         if state.step == task["last"]:
             break
     deadline = time.monotonic() + 60.0

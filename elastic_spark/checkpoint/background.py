@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,13 @@ class WriteOutcome:
     nan: str = ""
 
 
+class Readiness(Protocol):
+    """Of tensors that are still being filled."""
+
+    def wait(self) -> None:
+        """Return when they are; raise where they never will be."""
+
+
 @dataclass(frozen=True)
 class _Order:
     step: int
@@ -42,6 +50,7 @@ class _Order:
     token: str
     part: int
     parts: int
+    ready: Readiness | None
 
 
 class BackgroundWriter:
@@ -72,13 +81,14 @@ class BackgroundWriter:
         *,
         part: int = 0,
         parts: int = 1,
+        ready: Readiness | None = None,
     ) -> bool:
-        """Begin to write; False where a write is in flight or the writer is closed. ``tensors`` are a snapshot: nobody
-        changes them before the callback. Returns at once."""
+        """Begin to write; False where a write is in flight or the writer is closed. ``tensors`` are a snapshot: from
+        when they are ``ready`` nobody changes them before the callback. Returns at once."""
         with self._changed:
             if self._closed or self._order is not None:
                 return False
-            self._order = _Order(step, tensors, meta, token, part, parts)
+            self._order = _Order(step, tensors, meta, token, part, parts, ready)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
                 self._thread.start()
@@ -121,6 +131,8 @@ class BackgroundWriter:
         error: Exception | None = None
         nan = ""
         try:
+            if order.ready is not None:
+                order.ready.wait()
             nan = _first_nan(order.tensors)
             part = self._store.write_part(
                 order.step, order.tensors, order.meta, token=order.token, part=order.part, parts=order.parts

@@ -13,7 +13,7 @@ AIM = 0.97
 def due(
     now: float,
     last_save_at: float | None,
-    last_cost_s: float,
+    cost_s: float,
     step_s: float,
     *,
     rpo_target_s: float = 10.0,
@@ -23,23 +23,23 @@ def due(
     """Whether a checkpoint is to be taken at this commit, and why (the bound that decides is named).
 
     All in seconds by one clock. ``last_save_at``: when the state last saved was current, None before the first.
-    ``last_cost_s``: training time that one save takes away. ``step_s``: until the next commit, the next chance.
+    ``cost_s``: training time that one save takes away. ``step_s``: until the next commit, the next chance.
     ``write_s``: from the state being current until it is durable.
 
     Two bounds ask for an interval T between saves: losing everything just before a save is durable loses
     ``T + write_s``, so ``T <= rpo_target_s - write_s``, a step less because saves happen only at commits, and of
     ``rpo_target_s`` only `AIM`, because the next write may take longer than the last one; and a share
-    ``last_cost_s / T`` of the time goes into saving, so ``T >= last_cost_s / budget``. Where both cannot hold the
+    ``cost_s / T`` of the time goes into saving, so ``T >= cost_s / budget``. Where both cannot hold the
     budget does, and the reason gives the RPO that remains.
     """
     if last_save_at is None:
         return True, "the first checkpoint of this driver"
     elapsed = now - last_save_at
     wanted = max(AIM * rpo_target_s - write_s - step_s, 0.0)
-    allowed = last_cost_s / budget if budget > 0 else math.inf if last_cost_s > 0 else 0.0
+    allowed = cost_s / budget if budget > 0 else math.inf if cost_s > 0 else 0.0
     if allowed > wanted:
         bound = (
-            f"ckpt_budget binds: a save costs {last_cost_s:.3g} s, so one in {allowed:.3g} s; "
+            f"ckpt_budget binds: a save costs {cost_s:.3g} s, so one in {allowed:.3g} s; "
             f"RPO is {allowed + write_s + step_s:.3g} s, over rpo_target_s = {rpo_target_s:g}"
         )
     else:

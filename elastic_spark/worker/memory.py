@@ -7,7 +7,8 @@ when the agent is gone, so is the memory.
 Layout: a page that holds one number, the offset of the newest complete slot (0: none); then slots. A slot is a head
 (`_HEAD`: bytes of the tensors, bytes of the text), the tensors, each at a multiple of 64 bytes, and the text, which is
 JSON. A slot is written whole before the number is changed, by one aligned store, so a reader never sees half of one. A
-snapshot is written over an older one, into memory that is mapped already: it costs a copy and no page faults.
+snapshot is written over an older one, into memory that is there already: it costs a copy and no page faults, which cost
+ten times as much.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+
+from elastic_spark.worker.late import LateCopy, thread
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _HEAD = 64
@@ -31,16 +35,19 @@ _SLACK = 1 << 16
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``body`` is JSON, ``tensors`` are views of the memory: good until `SnapshotMemory.write` comes to that slot."""
+    """``body`` is JSON, ``tensors`` are views of the memory: good until `SnapshotMemory.write` comes to that slot.
+    It is whole when ``late``, what is still to be copied, has settled."""
 
     step: int
     body: Any
     tensors: dict[str, torch.Tensor] = field(repr=False)
     offset: int = 0
+    late: LateCopy | None = None
 
 
 class SnapshotMemory:
-    """The writer's side. Two slots in turn; a third one while a snapshot is leased.
+    """The writer's side. Two slots in turn; a third one while a snapshot is leased. The first snapshot has all three of
+    them made, in a thread.
 
     Args:
         descriptor: of the memory; None makes memory that dies with this process.
@@ -54,9 +61,13 @@ class SnapshotMemory:
         self._end = _PAGE
         self._slots: dict[int, _Slot] = {}
         self._leased: int | None = None
+        self._making: Future[None] | None = None
 
-    def write(self, step: int, body: Any, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def write(self, step: int, body: Any, tensors: Mapping[str, torch.Tensor], late: Collection[str] = ()) -> Snapshot:
         """A copy of ``tensors`` (on whatever device) with ``body``, which becomes the newest snapshot.
+
+        Those named in ``late`` are copied when the snapshot's `LateCopy` is told to; the snapshot is the newest once
+        they are, and nothing else may be written before that.
 
         Raises:
             OSError: there is no memory left for it.
@@ -67,10 +78,17 @@ class SnapshotMemory:
         views = slot.views(extents)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                views[name].copy_(tensor.detach())
-        slot.finish(end, text)
-        self._newest[0] = slot.offset
-        return Snapshot(step, json.loads(text)["body"], views, slot.offset)
+                if name not in late:
+                    views[name].copy_(tensor.detach())
+
+        def finish() -> None:
+            slot.finish(end, text)
+            self._newest[0] = slot.offset
+
+        copying = LateCopy({name: tensors[name] for name in late}, views, finish) if late else None
+        if copying is None:
+            finish()
+        return Snapshot(step, json.loads(text)["body"], views, slot.offset, copying)
 
     def lease(self, snapshot: Snapshot) -> None:
         """Keep this snapshot as it is until `release`. One at a time: the one before is given up."""
@@ -81,6 +99,8 @@ class SnapshotMemory:
         self._leased = None
 
     def _free_slot(self, tensor_bytes: int, text_bytes: int) -> _Slot:
+        if self._making is not None:
+            self._making.result()
         newest = int(self._newest[0])
         kept = (newest, self._leased)
         for slot in list(self._slots.values()):
@@ -90,7 +110,16 @@ class SnapshotMemory:
                 return slot
             del self._slots[slot.offset]
             slot.give_back()
-        capacity = -(-(_HEAD + tensor_bytes + text_bytes + _SLACK) // _PAGE) * _PAGE
+        slot = self._make(-(-(_HEAD + tensor_bytes + text_bytes + _SLACK) // _PAGE) * _PAGE)
+        if self._making is None:
+            self._making = thread().submit(self._make_more, slot.capacity)
+        return slot
+
+    def _make_more(self, capacity: int) -> None:
+        for _ in range(2):
+            self._make(capacity).touch()
+
+    def _make(self, capacity: int) -> _Slot:
         os.ftruncate(self._fd, self._end + capacity)
         slot = _Slot(self._fd, self._end, capacity)
         self._end += capacity
@@ -110,6 +139,10 @@ class _Slot:
         if extents != self._extents:
             self._extents, self._views = extents, _views(self._bytes, extents)
         return self._views
+
+    def touch(self) -> None:
+        """Have the system give its pages now."""
+        self._bytes.zero_()
 
     def finish(self, tensor_bytes: int, text: bytes) -> None:
         self._map[:16] = np.array([tensor_bytes, len(text)], dtype=np.uint64).tobytes()

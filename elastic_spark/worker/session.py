@@ -15,7 +15,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from elastic_spark.errors import ProtocolError
 from elastic_spark.transport import Channel, Message
 from elastic_spark.worker import collective
 from elastic_spark.worker.collective import Assignment, Leave
+from elastic_spark.worker.late import LateCopy
 from elastic_spark.worker.memory import Snapshot, SnapshotMemory, read_newest
 
 if TYPE_CHECKING:
@@ -213,15 +215,16 @@ class WorkerSession:
 
     # ------------------------------------------------------------------------------------------------ snapshots
 
-    def keep(self, step: int, body: Any, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        """A snapshot in memory that outlives this process, with what the driver has not confirmed yet. What was found
-        there from before is given up: this worker is in a world, and its state is newer."""
+    def keep(self, step: int, body: Any, tensors: Mapping[str, torch.Tensor], late: Collection[str] = ()) -> Snapshot:
+        """A snapshot in memory that outlives this process, with what the driver has not confirmed yet; of the tensors
+        named in ``late`` it is made later. What was found there from before is given up: this worker is in a world,
+        and its state is newer."""
         with self._reporting:
             reports = [_as_items(report) for report in (*self._unconfirmed, *self._reports)]
         origin = {"worker": self.config["worker"], "generation": self._generation}
         whole = {"state": body, "reports": reports, **origin}
-        snapshot = self._memory.write(step, whole, tensors)
-        if self._before is not None:
+        snapshot = self._memory.write(step, whole, tensors, late)
+        if self._before is not None and snapshot.late is None:
             self._found = None
             os.ftruncate(self._before, 0)
             os.close(self._before)
@@ -269,6 +272,8 @@ class WorkerSession:
     def finish(self, payload: bytes) -> None:
         """Hand over what the function returned; then wait to be told to go, so that no peer sees this one vanish."""
         state = self._state
+        if state is not None:
+            state.settle()
         if state is not None and self.config.get("checkpoint_uri") and self.assignment().rank == 0:
             self._ensure_saver().last(state)
         self._flush()
@@ -288,6 +293,8 @@ class WorkerSession:
     def close(self) -> None:
         """The process is about to end on purpose."""
         self._stopping.set()
+        if self._state is not None:
+            self._state.settle()
         if self._saver is not None:
             self._saver.close()
         with contextlib.suppress(ProtocolError):
@@ -314,7 +321,8 @@ class _Saver:
         self._saved_at: float | None = None
         self._saved_step = -1
         self._planned = (0, 0)  # generation and step of the last plan
-        self._cost_s = 0.0
+        self._costs = deque[tuple[float, LateCopy | None]]([(0.0, None)], maxlen=3)  # seconds at a commit, and after it
+        self._late: LateCopy | None = None
         self._write_s = 0.0
         self._step_s = 0.0
         self._committed_at = time.monotonic()
@@ -330,14 +338,15 @@ class _Saver:
         if self._saved_at is None and not asked:
             self._saved_at = now  # what this generation started from is durable, or is not worth a checkpoint
             return
+        cost_s = median_low(at_commit + (late.seconds if late else 0.0) for at_commit, late in self._costs)
         wanted, reason = due(
             now,
             self._saved_at,
-            self._cost_s,
+            cost_s,
             step_s,
             rpo_target_s=self._rpo_target_s,
             budget=self._budget,
-            write_s=self._cost_s + self._write_s,
+            write_s=cost_s + self._write_s,
         )
         if not (wanted or asked) or (self.generation, state.step) < self._planned:
             return
@@ -354,24 +363,25 @@ class _Saver:
             self._planned = (self.generation, step)
             self._channel.send({"type": "plan_parts", "generation": self.generation, "step": step})
             return
-        self._submit(state, reason)
+        self._submit(state, reason, late=not asked)
         self._saved_at = now
-        self._cost_s = time.monotonic() - now
+        self._costs.append((time.monotonic() - now, self._late))
 
     def write_part(self, state: ElasticState, rank: int, ranks: int) -> None:
         """This rank's share of the state as it is now."""
         now = time.monotonic()
-        self._submit(state, "in parts", rank, ranks)
+        self._submit(state, "in parts", rank, ranks, late=True)
         self._saved_at = self._committed_at = now
-        self._cost_s = time.monotonic() - now
+        self._costs.append((time.monotonic() - now, self._late))
 
-    def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1) -> None:
+    def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1, *, late: bool = False) -> None:
         if self._writer.busy:  # it reads the leased snapshot: that must not be written over
             reason = "the write before is still under way"
             self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
             return
-        snapshot, extra = state.for_checkpoint()
+        snapshot, extra = state.for_checkpoint(late=late)
         self._memory.lease(snapshot)
+        self._late = snapshot.late
         body, tensors = snapshot.body["state"], snapshot.tensors
         if parts > 1:
             mine = shares({name: tensor.nbytes for name, tensor in tensors.items()}, parts)[part]
@@ -383,7 +393,8 @@ class _Saver:
         self._saved_step = state.step
         self._written.clear()
         meta = {"state": body, **extra} if part == 0 else extra
-        self._writer.submit(state.step, tensors, meta, f"{self.token}-{state.step}", part=part, parts=parts)
+        token = f"{self.token}-{state.step}"
+        self._writer.submit(state.step, tensors, meta, token, part=part, parts=parts, ready=snapshot.late)
 
     def _done(self, outcome: WriteOutcome) -> None:
         self._write_s = max(outcome.seconds, 0.9 * self._write_s)  # storage is not always as fast as it can be

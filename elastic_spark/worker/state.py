@@ -12,6 +12,9 @@ what does change during a step: the cursor, plain attributes, buffers (batch nor
 the mark. It falls back to its last snapshot (a copy of everything, taken at commits, as often as `SNAPSHOT_BUDGET`
 allows), reports that older step, and takes the state of a peer that is ahead.
 
+*A large state is copied late*: what only optimizers change is copied while the next step computes its gradients; see
+`elastic_spark.worker.late`.
+
 *Sync* makes all ranks equal to rank 0, which the driver chose because it holds the newest step. Ranks first compare a
 SHA-256 of all they hold; where all agree nothing is sent. Otherwise rank 0 sends all of it into buffers, and only when
 the whole has arrived do the others change: a fault in between leaves every survivor's own state whole. Then the hashes
@@ -36,6 +39,7 @@ from elastic_spark.core.ledger import Report
 from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, marks, tree
 from elastic_spark.worker.collective import Assignment
+from elastic_spark.worker.late import LateCopy, Torn, stepped
 from elastic_spark.worker.memory import Snapshot
 from elastic_spark.worker.pace import StepClock
 from elastic_spark.worker.session import session
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 #: Share of the time that snapshots may take; a state that is cheap to copy is copied at every commit. Checkpoints take
 #: one besides: together with these, with marks and with writing, it is to stay at about one per cent.
 SNAPSHOT_BUDGET = 0.0025
+#: A snapshot that takes longer than this many seconds is made while training goes on.
+LATE_FROM_S = 0.005
 _CHUNK = 64 << 20
 
 
@@ -83,10 +89,14 @@ class ElasticState(State):  # type: ignore[misc]
         self._optimizer_steps = 0
         self._clock = StepClock()
         collective.watch_waits(self._clock.awaits_others, self._clock.goes_on)
-        for item in self._objects.values():
-            if isinstance(item, torch.optim.Optimizer):
-                item.register_step_post_hook(self._note_step)
+        self._optimizers = [item for item in self._objects.values() if isinstance(item, torch.optim.Optimizer)]
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.settle())
+            optimizer.register_step_post_hook(self._note_step)
         self._snapshot: Snapshot | None = None
+        self._whole: Snapshot | None = None  # the newest that has settled
+        self._copying: LateCopy | None = None
+        self._may_be_late = True
         self._snapshot_cost_s = 0.0
         self._snapshot_at = 0.0
         self._random, self._buffers = marks.RandomMarks(), marks.BufferMarks(self._objects.values())
@@ -102,8 +112,9 @@ class ElasticState(State):  # type: ignore[misc]
 
     def let_go(self) -> None:
         """What it holds counts no more, its snapshot neither: the next world starts from a checkpoint."""
+        self.settle()
         self._synced = False
-        self._snapshot = None
+        self._snapshot = self._whole = None
 
     # ------------------------------------------------------------------------------------------- committing
 
@@ -118,6 +129,7 @@ class ElasticState(State):  # type: ignore[misc]
 
     def save(self, **values: float) -> None:
         """`commit` without looking for changes of the world."""
+        self.settle()
         steps = max((len(drawn) for drawn in self._drawn.values()), default=0) or 1
         at = time.time()
         own_s, wait_s = self._clock.take()
@@ -139,9 +151,10 @@ class ElasticState(State):  # type: ignore[misc]
         self.step += steps
         for name, drawn in self._drawn.items():
             self._cursors[name] = (drawn[-1].epoch, drawn[-1].offset + 1)
+        looping = bool(self._drawn)
         self._mark()
         session().committed(reports)
-        self._maybe_snapshot()
+        self._maybe_snapshot(late=looping)
         session().consider_checkpoint(self)
 
     def check_host_updates(self) -> None:
@@ -164,17 +177,37 @@ class ElasticState(State):  # type: ignore[misc]
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _maybe_snapshot(self) -> None:
+    def _maybe_snapshot(self, *, late: bool = False) -> None:
         now = time.monotonic()
         if self._snapshot is None or self._snapshot_cost_s <= SNAPSHOT_BUDGET * (now - self._snapshot_at):
-            self._take_snapshot()
+            self._take_snapshot(late=late)
 
-    def _take_snapshot(self) -> None:
-        """Into memory that outlives this process; see `elastic_spark.worker.memory`."""
+    def _take_snapshot(self, *, late: bool = False) -> None:
+        """Into memory that outlives this process; see `elastic_spark.worker.memory`. ``late``: what only optimizers
+        change may be copied when the loop has asked for its next batch."""
+        self.settle()
         started = time.monotonic()
-        self._snapshot = session().keep(self.step, *self.capture())
+        body, tensors = self.capture()
+        late = late and self._may_be_late and self._snapshot_cost_s > LATE_FROM_S
+        self._snapshot = session().keep(self.step, body, tensors, stepped(self._optimizers, tensors) if late else ())
+        self._copying = self._snapshot.late
         self._snapshot_at = time.monotonic()
         self._snapshot_cost_s = self._snapshot_at - started
+        if self._copying is None:
+            self._whole = self._snapshot
+
+    def settle(self) -> None:
+        """No copy is under way after this."""
+        if self._copying is None:
+            return
+        copying, self._copying = self._copying, None
+        try:
+            copying.settle()
+            self._whole = self._snapshot
+        except Torn as torn:
+            print(f"elastic_spark: {torn}; snapshots will hold up the loop instead", flush=True)
+            self._snapshot, self._may_be_late = self._whole, False
+        self._snapshot_cost_s += copying.seconds
 
     # --------------------------------------------------------------------------------- capture and putting back
 
@@ -197,6 +230,7 @@ class ElasticState(State):  # type: ignore[misc]
         Raises:
             KeyError: the state holds an object that this function does not have, or the other way round.
         """
+        self.settle()
         missing = sorted(set(body["objects"]) ^ set(self._objects))
         if missing:
             raise KeyError(f"the state and the training function differ in {missing}: was the function changed?")
@@ -215,10 +249,13 @@ class ElasticState(State):  # type: ignore[misc]
         self._cursors = {name: (cursor[0], cursor[1]) for name, cursor in body["cursors"].items()}
         self._mark()
 
-    def for_checkpoint(self) -> tuple[Snapshot, dict[str, Any]]:
-        """``(snapshot of this step, the rest)``; the caller must lease the snapshot at once."""
+    def for_checkpoint(self, *, late: bool = False) -> tuple[Snapshot, dict[str, Any]]:
+        """``(snapshot of this step, the rest)``; the caller must lease the snapshot at once. ``late``: it may be made
+        while training goes on."""
         if self._snapshot is None or self._snapshot.step != self.step:
-            self._take_snapshot()
+            self._take_snapshot(late=late)
+        elif not late:
+            self.settle()
         assert self._snapshot is not None
         return self._snapshot, {"random": marks.random_as_tree()}
 
@@ -239,6 +276,7 @@ class ElasticState(State):  # type: ignore[misc]
             if isinstance(item, torch.optim.Optimizer):
                 collective.reset_optimizer_handles(item)
                 _drop_gradients(item)
+        self.settle()
         if self._optimizer_steps and self._snapshot is not None:
             self.put_back(self._snapshot.body["state"], self._snapshot.tensors)
             return
@@ -251,6 +289,7 @@ class ElasticState(State):  # type: ignore[misc]
 
     def sync(self) -> None:
         """Make all ranks equal to rank 0, and prove it."""
+        self.settle()
         place = session().assignment()
         if place.rank == 0:
             self._bring_back(place)
@@ -336,10 +375,13 @@ class ElasticState(State):  # type: ignore[misc]
 
     def draws(self) -> None:
         """The loop waits for its next batch."""
+        if self._copying is not None:
+            self._copying.start()
         self._clock.awaits_data()
 
     def draws_no_more(self) -> None:
         """The loop has had its last batch."""
+        self.settle()
         self._clock.rests()
 
     def drew(self, dataset: str, batch: Batch) -> None:

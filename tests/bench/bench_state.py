@@ -11,9 +11,10 @@ every measure once, in turn, so that a noisy moment hits all alike; ``_p50`` and
   ``torchstate_commit_ms_p50``: ``hvd.elastic.TorchState.save`` of the same model and optimizer.
 * ``step_overhead_pct``: what commits, snapshots and checkpoints at the default policy cost in a loop of ``--seconds``:
   the share of the time inside of ``save`` (``save_share_pct``), and by how much the other steps take longer while a
-  checkpoint is written (``writer_share_pct``). Both come from within one loop, so a machine whose speed drifts does not
-  disturb them. ``step_overhead_across_pct``: the loop's mean step against that of loops without a state before and
-  after it, as long together; ``plain_drift_pct`` is by how much those two differ, and so how much it can be believed.
+  checkpoint is copied and written (``writer_share_pct``). Both come from within one loop, so a machine whose speed
+  drifts does not disturb them. ``step_overhead_across_pct``: the loop's mean step against that of loops without a state
+  before and after it, as long together; ``plain_drift_pct`` is by how much those two differ, and so how much it can be
+  believed.
 * ``rpo_s_max``: what a total loss could have cost in that loop at the worst moment: from the state of a checkpoint to
   the manifest of the next one.
 * ``disk_limit_mb_s``: the same bytes written in order to one file, then fsync; ``write_mb_s``:
@@ -33,6 +34,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch as hvd
@@ -48,12 +50,13 @@ LAYERS, WIDTH = 24, 1024
 
 
 class Driver:
-    """Takes the worker's messages: a written part gets its manifest at once."""
+    """Takes the worker's messages: a written part gets its manifest, and reports are confirmed, at once."""
 
     local_host = "127.0.0.1"
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
+        self.session: WorkerSession | None = None
         self.durable: list[tuple[int, float]] = []  # step, time
 
     def send(self, message: dict[str, Any], blob: bytes = b"") -> None:
@@ -61,6 +64,8 @@ class Driver:
             part = WrittenPart.from_dict(message["part"])
             self.store.commit(part.step, part.token, [part], fields=message["fields"])
             self.durable.append((part.step, time.monotonic()))
+        elif message["type"] == "progress" and self.session is not None:
+            self.session._confirmed(message["generation"], len(message["reports"]))
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -79,6 +84,7 @@ class Bench:
         config = {"worker": "w0", "checkpoint_uri": self.driver.store.uri}
         config |= {"rpo_target_s": defaults.rpo_target_s, "ckpt_budget": defaults.ckpt_budget}
         self.session = WorkerSession(self.driver, config)  # type: ignore[arg-type]
+        self.driver.session = self.session
         bind(self.session)
         collective.install(self.session)
         env = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
@@ -92,6 +98,7 @@ class Bench:
         )
         self.state = es.ElasticState(model=self.model, optimizer=self.optimizer, best=0.0)
         self.batch = torch.randn(32, WIDTH)
+        self.drawn: Any = SimpleNamespace(epoch=0, offset=0, rows=32, row_hash=0)
         self.saves: list[float] = []
         self.beside: list[float] = []  # steps while a checkpoint was written
         self.alone: list[float] = []  # the others
@@ -113,6 +120,8 @@ class Bench:
         steps, started = 0, time.perf_counter()
         while time.perf_counter() - started < seconds:
             writing = self.writing
+            self.state.draws()
+            self.state.drew("train", self.drawn)
             took = timed(self.step)
             (self.beside if writing or self.writing else self.alone).append(took)
             if keep:

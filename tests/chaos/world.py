@@ -40,12 +40,17 @@ ROOT = Path(__file__).parents[2]
 
 
 class Pace:
-    """Called after each step: the job lasts as long as the schedule, and half-way it lasts longer."""
+    """Called after each step: the job lasts as long as the schedule, and half-way it lasts longer. With ``late`` each
+    snapshot is copied during the step after it, as that of a large state."""
 
-    def __init__(self, slow: Path, epochs: int) -> None:
-        self.slow, self.half = str(slow), epochs * ROWS // BATCH // 2
+    def __init__(self, slow: Path, epochs: int, *, late: bool) -> None:
+        self.slow, self.half, self.late = str(slow), epochs * ROWS // BATCH // 2, late
 
     def __call__(self, state: Any) -> None:
+        if self.late:
+            from elastic_spark.worker import state as module
+
+            module.LATE_FROM_S = -1.0
         if os.path.exists(self.slow):
             time.sleep(0.02 if state.step < self.half else 0.3)
 
@@ -129,7 +134,7 @@ class World:
             "rows": ROWS,
             "epochs": self.epochs,
             "log_dir": str(self.steps_dir),
-            "on_step": Pace(self.slow, self.epochs),
+            "on_step": Pace(self.slow, self.epochs, late=self.schedule.seed % 2 == 1),
         }
         described = {"lanes": plan.lanes, "global_batch": BATCH, "seed": plan.seed, "shuffle": True}
         data = {"manifest": manifest_body(manifest), "groups": plan.groups, "plan": described}
