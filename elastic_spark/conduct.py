@@ -58,7 +58,7 @@ class Run:
         self.job_file = JobFile(self.store_uri, lambda why: self._fault("JobHeld", why))
         self.controller: Any = None
         self.interrupts = Interrupts()
-        self.status = "FAILED"
+        self.status = ""  # how the job ended, once that is known
 
     def _fault(self, kind: str, why: str) -> None:
         if self.controller is not None:
@@ -73,10 +73,10 @@ class Run:
         try:
             yield
         except (KeyboardInterrupt, errors.JobCancelled):
-            self.status = "KILLED" if self.status != "FINISHED" else self.status
+            self.status = self.status or "KILLED"
             raise
         finally:
-            self.job_file.release(self.status)
+            self.job_file.release(self.status or "FAILED")
 
     def train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
         """From the data to the last fact: ``(values by rank, run id, path of the event log, figures)``."""
@@ -92,7 +92,7 @@ class Run:
         notes = {name: noted(plan, manifests[name].digest) for name, plan in plans.items()}
         _require_the_same(newest, notes)
         path, summary, tracker = self.work / "events.jsonl", Summary(), self._tracker()
-        readers, journal, values = [summary.add], None, list[Any]()
+        readers, journal = [summary.add], None
         try:
             if tracker is not None:
                 self.run_id = tracker.start(_params(self.settings, plans), {"elastic.events": str(path)})
@@ -104,14 +104,14 @@ class Run:
                 readers.append(Progress(sys.stderr).publish)
             journal = Journal(path, readers)
             with self._status_page(path):
-                ended, blobs = self._conduct(journal, manifests, plans, newest, rejected, notes)
-            values = _unpickled(blobs)
+                ended, values = self._conduct(journal, manifests, plans, newest, rejected, notes)
             self.status = ended.status
         except (KeyboardInterrupt, errors.JobCancelled):
-            self.status = "KILLED"
+            self.status = self.status or "KILLED"
             raise
         finally:
             self.interrupts.hold()
+            self.status = self.status or "FAILED"
             if journal is not None:
                 journal.close()
             figures = summary.result()
@@ -228,7 +228,7 @@ class Run:
         newest: Checkpoint | None,
         rejected: Sequence[Any],
         notes: Mapping[str, Any],
-    ) -> tuple[core.Ended, list[bytes | None]]:
+    ) -> tuple[core.Ended, list[Any]]:
         """Start controller and slots, wait for the end, and leave nothing behind."""
         from elastic_spark.agent.main import Launch
         from elastic_spark.driver import spark
@@ -259,6 +259,7 @@ class Run:
             on_generation=on_generation,
             on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
             on_notice=lambda executor: slots.decommission(executor) if slots is not None else None,
+            read=_unpickled,
         )
         self.interrupts.cancel_by(lambda why: controller.post(core.Fault("JobCancelled", why)))
         address = controller.start()

@@ -9,12 +9,13 @@ callback in the loop.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
 from elastic_spark.driver.peers import Peers, agent_news, refuse, reports, worker_news
 from elastic_spark.driver.rendezvous import Rendezvous
+from elastic_spark.errors import UserCodeFailed
 from elastic_spark.transport import Address, Connection, Message, Server
 
 #: How long a lost connection waits for the agent's word on how the process ended.
@@ -76,12 +78,14 @@ class Controller:
         on_generation: Callable[[int, str, int], None],
         on_agent: Callable[[int, str], None],
         on_notice: Callable[[str], None],
+        read: Callable[[Sequence[bytes | None]], list[Any]] = list,
     ) -> None:
         self._key, self._host, self._seed = key, host, seed
         self._plans, self._journal = plans, journal
         self._members_path, self._published = members_path, 0
         self._worker_output, self._on_generation = worker_output, on_generation
         self._on_agent, self._on_notice = on_agent, on_notice
+        self._read, self._values = read, list[Any]()
         self._wall, self._mono = time.time(), time.monotonic()
         self._job = core.start(options, self._now())
         self._ledger = Ledger(
@@ -151,10 +155,10 @@ class Controller:
             raise self._failure
         return ended
 
-    def outcome(self) -> tuple[core.Ended, list[bytes | None]]:
-        """How the job ended, and what the last world's ranks returned, pickled."""
+    def outcome(self) -> tuple[core.Ended, list[Any]]:
+        """How the job ended, and what ``read`` made of what the last world's ranks returned, if it finished."""
         assert self._job.ended is not None
-        return self._job.ended, [self._results.get(name) for name in self._job.members]
+        return self._job.ended, self._values
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -477,9 +481,21 @@ class Controller:
         self._take_down(self._ledger.close(self._now()) if effect.ended.status == "FINISHED" else [])
         self._over.set()
 
+    async def _read_values(self) -> None:
+        """A job whose values nobody can read has not finished."""
+        blobs = [self._results.get(name) for name in self._job.members]
+        try:
+            self._values = await asyncio.to_thread(self._read, blobs)
+        except UserCodeFailed as error:
+            ended = core.Ended("FAILED", str(error), "UserCodeFailed", error.traceback_text)
+            self._job = dataclasses.replace(self._job, ended=ended)
+            self._last_fact = ev.JobFinished(at=self._now(), status=ended.status, error=ended.error)
+
     async def _farewell(self) -> None:
         """Pending commits, then everybody is told to go, and has a moment to."""
         ended = self._job.ended
+        if ended is not None and ended.status == "FINISHED":
+            await self._read_values()
         if ended is not None and ended.kind == "GuardStopped" and self._suspect is not None:
             await self._distrust(self._suspect)
         if self._commits:

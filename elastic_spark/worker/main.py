@@ -157,6 +157,13 @@ def _advise(error: BaseException) -> None:
             "variance. Raise global_batch, use fewer workers, or a norm that does not look across rows (LayerNorm, "
             "GroupNorm). The last batch of an epoch holds what is left of its rows, so it may be the one."
         )
+    from elastic_spark.worker import collective
+
+    if failed := collective.last_collective_error():
+        error.add_note(
+            f"elastic_spark: before this a collective had failed ({failed}), and the function went on. If it caught "
+            "that HorovodInternalError: it is for @hvd.elastic.run, which brings the state back and goes on."
+        )
 
 
 def _user_error(session: WorkerSession, error: BaseException) -> int:

@@ -76,7 +76,7 @@ from elastic_spark.core.job.inputs import (
     WorkerDown,
     WorkerUp,
 )
-from elastic_spark.core.job.settle import BARREN_LIMIT, IDLE_LIMIT, PROGRESS_S, STILLBORN_LIMIT
+from elastic_spark.core.job.settle import BARREN_LIMIT, IDLE_INIT_S, IDLE_LIMIT, PROGRESS_S, STILLBORN_LIMIT
 from elastic_spark.core.job.state import IN_WORLD, Agent, Ended, Failure, Job, Options, Stage, Worker
 
 #: The controller sends a `Tick` so often, in seconds.
@@ -85,6 +85,7 @@ TICK_S = 0.1
 __all__ = [
     "ASKED_ON_PURPOSE",
     "BARREN_LIMIT",
+    "IDLE_INIT_S",
     "IDLE_LIMIT",
     "IN_WORLD",
     "PROGRESS_S",

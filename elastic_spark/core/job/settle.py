@@ -13,6 +13,9 @@ from elastic_spark.core.policy import is_repeated
 STILLBORN_LIMIT = 6
 #: So many resets in a row without a loss, a plan or a new step: the ranks call different collectives.
 IDLE_LIMIT = 3
+#: Those whose world did not even form may be the echo of one fault, with a Horovod that is not mended: they are too
+#: many only if they have gone on for so many seconds. Hosts that do not reach one another take longer.
+IDLE_INIT_S = 20.0
 #: So many resets in a row because processes died, without a new step: what they run kills them.
 BARREN_LIMIT = 6
 #: Where workers tell no step, a world that ran so long has made progress.
@@ -255,7 +258,7 @@ def _may_reset(turn: Turn, held: int) -> bool:
     elif job.perished:
         turn.set(barren_resets=job.barren_resets + 1)
     elif not (job.lost or job.ending == ASKED_ON_PURPOSE):
-        turn.set(idle_resets=job.idle_resets + 1)
+        turn.set(idle_resets=job.idle_resets + 1, idle_since=job.idle_since if job.idle_resets else turn.clock)
     turn.set(resets=job.resets + bool(job.lost))
     job = turn.job
     if options.reset_limit is not None and job.resets > options.reset_limit:
@@ -269,7 +272,7 @@ def _may_reset(turn: Turn, held: int) -> bool:
             f"; last: {job.ending}. The last one said:\n{job.last_words}"
         )
         turn.end(Ended("FAILED", message, "UserCodeFailed"))
-    elif job.idle_resets >= IDLE_LIMIT:
+    elif job.idle_resets >= IDLE_LIMIT and (job.ran_at is not None or turn.clock >= job.idle_since + IDLE_INIT_S):
         turn.end(_idle(turn, held))
     return turn.job.ended is None
 
