@@ -55,6 +55,19 @@ def test_a_lost_driver_is_resumed_and_the_images_are_learnt(tmp_path):
 
 
 @pytest.mark.timeout(200)
+def test_a_seed_of_churn_is_held():
+    done = subprocess.run(
+        [sys.executable, JOBS / "chaos.py", "--seeds", "3", "--blows", "2", "--epochs", "12"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"blow 2 of 2 at step .*\nseed 3: held, \d+ s\n1 of 1 held\n$", done.stdout)
+
+
+@pytest.mark.timeout(200)
 def test_the_characters_are_learnt_by_spark_submit(tmp_path):
     options = ["--characters", "60000", "--epochs", "2", "--global-batch", "32", "--work-dir", str(tmp_path)]
     options += ["--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"]

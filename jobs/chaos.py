@@ -1,0 +1,76 @@
+"""Seeded churn on a real cluster, with a model that counts how often each row was trained.
+
+    python jobs/chaos.py --seeds 0:10
+
+For each seed a Spark cluster is started on this machine, a job is run on it, and workers, executors and machines are
+killed, drained and added as the seed says. Ends with exit code 1 unless every job held every promise under every blow;
+a seed that failed fails again with ``--seeds N:N+1``. To try a function of your own: ``elastic-spark chaos``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_spark.testing.chaos import chaos
+from elastic_spark.testing.churn import schedule
+from elastic_spark.testing.counting import assert_exact, train_counting
+
+ROWS, BATCH, STEP_S = 1200, 24, 0.03
+
+
+def train(ctx, epochs):
+    counted = train_counting(ctx, ROWS, epochs=epochs, step_s=STEP_S)
+    assert_exact(counted["w"], epochs)
+    return counted["steps"]
+
+
+def main() -> int:
+    options = parse_options()
+    first, _, end = options.seeds.partition(":")
+    seeds = range(int(first), int(end) if end else int(first) + 1)
+    broken = []
+    with tempfile.TemporaryDirectory() as folder:
+        pq.write_table(pa.table({"id": range(ROWS)}), f"{folder}/rows.parquet", row_group_size=100)
+        for seed in seeds:
+            started = time.monotonic()
+            held = try_seed(seed, Path(folder), options)
+            broken += [] if held else [seed]
+            print(f"seed {seed}: {'held' if held else 'BROKEN'}, {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{len(seeds) - len(broken)} of {len(seeds)} held" + (f"; broken: {broken}" if broken else ""))
+    return 1 if broken else 0
+
+
+def try_seed(seed: int, folder: Path, options: argparse.Namespace) -> bool:
+    job = {
+        **{"kwargs": {"epochs": options.epochs}, "data": {"train": f"{folder}/rows.parquet"}, "global_batch": BATCH},
+        **{"num_proc": options.machines, "min_num_proc": 1, "max_num_proc": options.machines + 1},
+        **{"work_dir": str(folder), "job_name": f"seed-{seed}", "tracking": False, "verbose": 0},
+    }
+    blows = schedule(seed, options.blows, options.machines, options.machines + 1)
+    outcome = chaos(train, blows, options.machines, job, conf={}, say=lambda line: print(f"  {line}", flush=True))
+    for promise, kept in outcome.promises.items():
+        if not kept:
+            print(f"  BROKEN: {promise}")
+    if outcome.struck < outcome.due:
+        print(f"  only {outcome.struck} of {outcome.due} blows fell before the job ended: give it more --epochs")
+    return outcome.held and outcome.error is None and outcome.struck == outcome.due
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:10", help="first:end, or one")
+    parser.add_argument("--blows", type=int, default=8)
+    parser.add_argument("--machines", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=30)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
