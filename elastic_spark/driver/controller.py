@@ -23,13 +23,13 @@ from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
 from elastic_spark.core.guard import Guard, told
-from elastic_spark.core.lanes import LanePlan, assign_lanes
+from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.ledger import Ledger, Report
-from elastic_spark.core.pace import Pace
 from elastic_spark.driver import discovery
 from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
-from elastic_spark.driver.peers import Peers, agent_news, refuse, reports, worker_news
+from elastic_spark.driver.lanes import Lanes
+from elastic_spark.driver.peers import Peers, agent_news, assignments, refuse, reports, worker_news
 from elastic_spark.driver.rendezvous import Rendezvous
 from elastic_spark.errors import UserCodeFailed
 from elastic_spark.transport import Address, Connection, Message, Server
@@ -81,7 +81,7 @@ class Controller:
         read: Callable[[Sequence[bytes | None]], list[Any]] = list,
     ) -> None:
         self._key, self._host, self._seed = key, host, seed
-        self._plans, self._journal = plans, journal
+        self._journal = journal
         self._members_path, self._published = members_path, 0
         self._worker_output, self._on_generation = worker_output, on_generation
         self._on_agent, self._on_notice = on_agent, on_notice
@@ -92,11 +92,10 @@ class Controller:
             resumed.step if resumed is not None else 0,
             planned=lambda name, epoch, offset: plans[name].row_hash(epoch, offset),
         )
-        self._pace = Pace({name: plan.lanes for name, plan in plans.items()}) if balance else None
+        self._lanes = Lanes(plans, balance=balance)
         self._guard = Guard()
         self._suspect: int | None = None  # the first step that an alarm since the last roll-back speaks of
         self._peers = Peers()
-        self._lanes: dict[str, Mapping[str, tuple[int, ...]]] = {}
         self._results: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._opened_at = (0, 0.0)  # generation and time
@@ -208,7 +207,7 @@ class Controller:
             self._publish_members()
 
     def _consider_speed(self) -> None:
-        fact = self._pace.unbalanced(self._now()) if self._pace is not None else None
+        fact = self._lanes.unbalanced(self._now())
         if fact is not None:
             self._journal.append(fact)
             self._turn(core.Unbalanced(fact.generation))
@@ -324,8 +323,7 @@ class Controller:
             case "progress":
                 told_of = reports(message["reports"])
                 self._ledger.report(worker, message["generation"], told_of)
-                if self._pace is not None:
-                    self._pace.report(worker, message["generation"], told_of)
+                self._lanes.report(worker, message["generation"], told_of)
                 taken = {"type": "taken", "generation": message["generation"], "count": len(told_of)}
                 self._peers.tell_worker(worker, taken)
             case "ready":
@@ -415,17 +413,6 @@ class Controller:
             return good
         return await self._checkpoints.newest(effect.generation) if effect.restore else None
 
-    def _own_lanes(self, effect: core.Form) -> dict[str, Mapping[str, tuple[int, ...]]]:
-        """The lanes of each data set by member; as many as possible stay with whom they were."""
-        weights = self._pace.weights(effect.members, self._now()) if self._pace is not None else None
-        self._lanes = {
-            name: assign_lanes(plan.lanes, effect.members, self._lanes.get(name, {}), weights)
-            for name, plan in self._plans.items()
-        }
-        if self._pace is not None:
-            self._pace.begin(effect.generation, effect.members, self._lanes, self._now())
-        return self._lanes
-
     async def _form(self, effect: core.Form) -> None:
         restored = await self._checkpoint_for(effect)
         if self._job.generation != effect.generation or self._job.ended is not None:
@@ -438,7 +425,7 @@ class Controller:
         await self._rendezvous.open(effect.generation, effect.members)
         self._opened_at = (effect.generation, self._now())
         environments = self._rendezvous.environment(effect.generation)
-        lanes = self._own_lanes(effect)
+        lanes = self._lanes.begin(effect.generation, effect.members, self._now())
         self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
         formed = ev.GenerationFormed(
             at=self._now(),
@@ -454,16 +441,10 @@ class Controller:
             lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
         )
         self._take_down([formed])
-        for rank, (worker, environment) in enumerate(zip(effect.members, environments, strict=True)):
-            body = {
-                "lanes": {name: owned[worker] for name, owned in lanes.items()},
-                "restore": restored.uri if restored is not None else None,
-                "memory": from_memory,
-                "step": step,
-                "seed": self._seed,
-            }
-            message = {"type": "assignment", "generation": effect.generation, "rank": rank, "env": environment}
-            self._peers.tell_worker(worker, {**message, "size": len(effect.members), "body": body})
+        restore = restored.uri if restored is not None else None
+        common = {"restore": restore, "memory": from_memory, "step": step, "seed": self._seed}
+        for worker, message in assignments(effect.generation, effect.members, environments, lanes, common):
+            self._peers.tell_worker(worker, message)
         for old in range(max(1, effect.generation - 3), effect.generation):
             self._rendezvous.close(old)
         if self._job.broken and self._job.generation == effect.generation:

@@ -6,7 +6,7 @@ news becomes an `Input` of `elastic_spark.core.job` here; what carries something
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_spark.core import job as core
@@ -110,6 +110,21 @@ def worker_news(worker: str, message: Message) -> core.Input | None:
         case "collective_failed":
             return core.WorkerDown(worker, "collective failed", message["error"])
     return None
+
+
+def assignments(
+    generation: int,
+    members: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    lanes: Mapping[str, Mapping[str, Sequence[int]]],
+    common: Mapping[str, Any],
+) -> Iterator[tuple[str, Message]]:
+    """What each member is told of its place: its rank, Horovod's ``environment`` for it, its own lanes of each data
+    set, and what is ``common`` to all."""
+    for rank, (worker, environment) in enumerate(zip(members, environments, strict=True)):
+        body = {"lanes": {name: owned[worker] for name, owned in lanes.items()}, **common}
+        place = {"generation": generation, "rank": rank, "size": len(members), "env": environment}
+        yield worker, {"type": "assignment", **place, "body": body}
 
 
 def reports(items: list[dict[str, Any]]) -> list[Report]:
