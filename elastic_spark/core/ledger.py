@@ -55,11 +55,18 @@ class Ledger:
             if item.step > self.committed:
                 self._pending.setdefault(item.step, {})[worker] = item
 
-    def find(self, worker: str, reports: Iterable[Report]) -> None:
-        """Reports that a worker may not have sent before it died, found in its memory: for the next `begin`."""
+    def find(self, worker: str, generation: int, reports: Iterable[Report]) -> None:
+        """Reports that a worker may not have sent before it died, found in its memory: for the next `begin`.
+
+        Of an older generation, which this one may have been rolled back from, it had another share of the same rows:
+        such a report stands for a step only where no member of this one has reported it.
+        """
+        belongs = generation == self._generation and worker in self._members
         for item in reports:
             if item.step > self.committed:
-                self._pending.setdefault(item.step, {})[worker] = item
+                known = self._pending.setdefault(item.step, {})
+                if belongs or not known:
+                    known[worker if belongs else f"{worker} of generation {generation}"] = item
 
     def complete(self, now: float, gone: frozenset[str] = frozenset()) -> list[ev.Event]:
         """The facts about steps that all members but the ``gone`` (finished or lost) have reported by now."""
@@ -114,7 +121,7 @@ class Ledger:
             times=tuple(min(item.at for item in reports.values()) for reports in run),
             cursors=_cursors(run[0]),
             rows=sum(item.rows for reports in run for item in reports.values()),
-            missing=len(self._members) - len(run[0]),
+            missing=len(self._members - run[0].keys()),
             wait_s=sum(max(item.wait_s for item in reports.values()) for reports in run),
             hashes=self._hashes(run),
         )

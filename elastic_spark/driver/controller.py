@@ -99,7 +99,7 @@ class Controller:
         self._results: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._opened_at = (0, 0.0)  # generation and time
-        self._found: dict[str, tuple[str, list[Report]]] = {}
+        self._found: dict[str, tuple[str, int, list[Report]]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
             job_id=job_id,
@@ -327,7 +327,7 @@ class Controller:
                 taken = {"type": "taken", "generation": message["generation"], "count": len(told_of)}
                 self._peers.tell_worker(worker, taken)
             case "ready":
-                self._found[worker] = message["of"], reports(message["reports"])
+                self._found[worker] = message["of"], message["generation"], reports(message["reports"])
             case "checkpoint":
                 self._commit_checkpoint(worker, message)
             case "plan_parts":
@@ -421,7 +421,7 @@ class Controller:
         finder, from_memory = effect.members[0], effect.found > step
         if from_memory:
             step, restored = effect.found, None
-            self._ledger.find(*self._found.get(finder, ("", [])))
+            self._ledger.find(*self._found.get(finder, ("", 0, [])))
         await self._rendezvous.open(effect.generation, effect.members)
         self._opened_at = (effect.generation, self._now())
         environments = self._rendezvous.environment(effect.generation)

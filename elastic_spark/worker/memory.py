@@ -90,6 +90,11 @@ class SnapshotMemory:
             finish()
         return Snapshot(step, json.loads(text)["body"], views, slot.offset, copying)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `write` finds its memory made; the first one makes its own, and the rest meanwhile."""
+        return self._making is None or self._making.done()
+
     def lease(self, snapshot: Snapshot) -> None:
         """Keep this snapshot as it is until `release`. One at a time: the one before is given up."""
         self._leased = snapshot.offset

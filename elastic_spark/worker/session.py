@@ -231,6 +231,11 @@ class WorkerSession:
             self._before = None
         return snapshot
 
+    @property
+    def memory_is_there(self) -> bool:
+        """Whether a snapshot would not wait for its memory."""
+        return self._memory.is_there
+
     def load_found(self) -> Snapshot:
         """What the predecessor of this process left in memory; the driver has chosen it."""
         assert self._found is not None

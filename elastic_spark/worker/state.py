@@ -27,7 +27,9 @@ import copy
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Mapping
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
@@ -97,7 +99,7 @@ class ElasticState(State):  # type: ignore[misc]
         self._whole: Snapshot | None = None  # the newest that has settled
         self._copying: LateCopy | None = None
         self._may_be_late = True
-        self._snapshot_cost_s = 0.0
+        self._costs_s = deque([0.0], maxlen=3)  # of the last snapshots; the first one makes its memory, and says little
         self._snapshot_at = 0.0
         self._random, self._buffers = marks.RandomMarks(), marks.BufferMarks(self._objects.values())
         self._synced = False
@@ -178,8 +180,8 @@ class ElasticState(State):  # type: ignore[misc]
         return {name: getattr(self, name) for name in self._names}
 
     def _maybe_snapshot(self, *, late: bool = False) -> None:
-        now = time.monotonic()
-        if self._snapshot is None or self._snapshot_cost_s <= SNAPSHOT_BUDGET * (now - self._snapshot_at):
+        earliest = self._snapshot_at + median_low(self._costs_s) / SNAPSHOT_BUDGET
+        if self._snapshot is None or (time.monotonic() >= earliest and session().memory_is_there):
             self._take_snapshot(late=late)
 
     def _take_snapshot(self, *, late: bool = False) -> None:
@@ -188,11 +190,11 @@ class ElasticState(State):  # type: ignore[misc]
         self.settle()
         started = time.monotonic()
         body, tensors = self.capture()
-        late = late and self._may_be_late and self._snapshot_cost_s > LATE_FROM_S
+        late = late and self._may_be_late and max(self._costs_s) > LATE_FROM_S
         self._snapshot = session().keep(self.step, body, tensors, stepped(self._optimizers, tensors) if late else ())
         self._copying = self._snapshot.late
         self._snapshot_at = time.monotonic()
-        self._snapshot_cost_s = self._snapshot_at - started
+        self._costs_s.append(self._snapshot_at - started)
         if self._copying is None:
             self._whole = self._snapshot
 
@@ -207,7 +209,7 @@ class ElasticState(State):  # type: ignore[misc]
         except Torn as torn:
             print(f"elastic_spark: {torn}; snapshots will hold up the loop instead", flush=True)
             self._snapshot, self._may_be_late = self._whole, False
-        self._snapshot_cost_s += copying.seconds
+        self._costs_s[-1] += copying.seconds
 
     # --------------------------------------------------------------------------------- capture and putting back
 

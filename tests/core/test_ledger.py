@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -252,9 +253,28 @@ def test_a_report_found_in_memory_completes_what_others_said_and_counts_nobody_t
     ledger.begin(1, ["a", "b"], 0, "start", 0.0)
     ledger.report("a", 1, [Report(1, 1.0, 3), Report(2, 2.0, 3)])
     ledger.report("b", 1, [Report(1, 1.0, 5)])
-    ledger.find("b", [Report(1, 1.0, 5), Report(2, 2.0, 5), Report(3, 3.0, 5)])
+    ledger.find("b", 1, [Report(1, 1.0, 5), Report(2, 2.0, 5), Report(3, 3.0, 5)])
     facts = ledger.begin(2, ["c"], 3, "all lost", 4.0)
     assert [(fact.first_step, fact.rows, fact.missing) for fact in facts] == [(1, 16, 0), (3, 5, 1)]
     assert ledger.committed == 3
-    ledger.find("b", [Report(3, 3.0, 5)])
+    ledger.find("b", 2, [Report(3, 3.0, 5)])
     assert ledger.begin(3, ["c"], 3, "all lost", 5.0) == []
+
+
+@pytest.mark.parametrize(("worker", "generation"), [("a", 5), ("b", 5), ("a", 7)])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_report_found_of_a_world_that_was_rolled_back_had_another_share(
+    worker: str, generation: int, told: bool
+) -> None:
+    """Seeds 15 to 19: three committed a step, of whom one survived that had not; it trained it again, alone, and froze.
+    Then the step was found in the memory of another of the three, and its share was taken for all of it."""
+    ledger = Ledger()
+    ledger.begin(5, ["a", "b", "c"], 0, "start", 0.0)
+    ledger.report("a", 5, [Report(1, 1.0, 8)])
+    ledger.begin(6, ["a", "b"], 1, "c lost", 2.0)
+    assert [type(fact) for fact in ledger.begin(7, ["b"], 0, "a lost", 3.0)] == [ev.StepsRolledBack]
+    if told:
+        ledger.report("b", 7, [Report(1, 4.0, 24)])
+    ledger.find(worker, generation, [Report(1, 1.0, 8)])
+    (fact,) = ledger.begin(8, ["x"], 1, "b frozen", 5.0)
+    assert (fact.rows, fact.missing) == ((24, 0) if told else (8, 1))
