@@ -56,6 +56,25 @@ def test_a_write_in_place_between_commit_and_copy_gives_the_copy_up():
     assert not finished
 
 
+def test_weights_that_are_swapped_while_they_are_copied_give_the_copy_up():
+    """As an evaluation with averaged weights does it: through ``.data``, which torch's version counters do not see."""
+    source = torch.nn.Parameter(torch.ones(1000))
+    copy, _ = copy_of(source.detach())
+    source.data.fill_(7.0)
+    with pytest.raises(Torn, match="w changed"):
+        copy.settle()
+
+
+def test_weights_that_were_swapped_and_came_back_before_are_copied():
+    source = torch.nn.Parameter(torch.ones(1000))
+    copy, target = copy_of(source.detach())
+    with torch.no_grad():
+        source.fill_(7.0)
+        source.fill_(1.0)
+    copy.settle()
+    assert target.eq(1).all()
+
+
 def test_only_what_an_optimizer_steps_is_copied_late():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.Adam(model[0].parameters())

@@ -126,13 +126,14 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def _write(self, order: _Order) -> WriteOutcome:
-        started = time.monotonic()
         part: WrittenPart | None = None
         error: Exception | None = None
         nan = ""
+        started = time.monotonic()
         try:
             if order.ready is not None:
                 order.ready.wait()
+                started = time.monotonic()
             nan = _first_nan(order.tensors)
             part = self._store.write_part(
                 order.step, order.tensors, order.meta, token=order.token, part=order.part, parts=order.parts

@@ -285,8 +285,9 @@ def assign_lanes(
     """Who owns which lanes: every lane once, by weight, with least movement.
 
     Each worker gets its share ``lanes * weight / sum(weights)`` rounded down or up. Who is rounded up: those who then
-    still finish first (``(share + 1) / weight`` is smallest), among equals those who own more already. Within that,
-    every worker keeps what it owns as far as its share goes. A worker without a weight counts as an average one.
+    still finish first (``(share + 1) / weight`` is smallest), among equals those who own more already. Nobody goes
+    without while there are lanes for all, because how fast a worker is can be seen only at work. Within that, every
+    worker keeps what it owns as far as its share goes. A worker without a weight counts as an average one.
     Deterministic: depends on the order of ``workers``, not on that of the mappings. Linear in lanes.
 
     Raises ConfigError for no or repeated workers, and for a weight that is not a positive number.
@@ -332,4 +333,8 @@ def _shares(
     finish = {worker: (share[worker] + 1) / weight_of[worker] for worker in workers}
     for worker in sorted(workers, key=lambda worker: (finish[worker], owned[worker] <= share[worker]))[:left]:
         share[worker] += 1
+    for worker in [worker for worker in workers if not share[worker]] if lanes >= len(workers) else ():
+        most = max(workers, key=lambda other: share[other] / weight_of[other] if share[other] > 1 else 0)
+        share[most] -= 1
+        share[worker] = 1
     return share

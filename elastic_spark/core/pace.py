@@ -111,7 +111,7 @@ class Pace:
         members, owned = list(self._recent), self._owned[dataset]
         then = assign_lanes(self._lanes[dataset], members, owned, self.weights(members, now))
         own_s = {worker: median(item.own_s for item in recent) for worker, recent in self._recent.items()}
-        own_s_then = [own_s[worker] * len(then[worker]) / len(owned[worker]) for worker in members]
+        own_s_then = [own_s[worker] * len(then[worker]) / max(1, len(owned[worker])) for worker in members]
         step_s = self._step_s()
         return (max(own_s.values()) - max(own_s_then)) / step_s if step_s > 0 else 0.0
 

@@ -49,23 +49,23 @@ class DriverCheckpoints:
         self._parent: str | None = resumed.name if resumed is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
 
-    async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> None:
+    async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> bool:
         """Take in a part that took ``seconds`` to write. With the last one of its set: write the manifest, then delete
         what is not kept any more. A set that stays incomplete, because a rank was lost, never becomes a checkpoint; it
         is said when a later one is complete, and pruned as any write that was cut short.
 
         What a world has written that was rolled back meanwhile does not count. Storage that fails does not stop
-        training: the log says so.
+        training: the log says so. Returns whether there is a checkpoint of it now.
         """
         if fields["generation"] <= self._undone:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason="its world was rolled back"))
-            return
+            return False
         parts, fields = self._gather(part, fields)
         if not parts:
-            return
+            return False
         if self._suspect is not None and part.step >= self._suspect:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=_untrusted(self._suspect)))
-            return
+            return False
         whole = {
             **fields,
             **self._identity,
@@ -77,7 +77,7 @@ class DriverCheckpoints:
             done = await self._in_thread(lambda: self._store.commit(part.step, part.token, parts, fields=whole))
         except Exception as error:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
-            return
+            return False
         self._parent = done.name
         self._append(
             ev.CheckpointWritten(
@@ -94,6 +94,7 @@ class DriverCheckpoints:
             await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._job_id))
         except Exception as error:
             self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+        return True
 
     def _gather(self, part: WrittenPart, fields: Mapping[str, Any]) -> tuple[list[WrittenPart], dict[str, Any]]:
         """The set that ``part`` completes, by number, and its fields; nothing while parts of it are missing."""

@@ -9,6 +9,7 @@ callback in the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import platform
@@ -31,7 +32,7 @@ from elastic_spark.driver.journal import Journal
 from elastic_spark.driver.lanes import Lanes
 from elastic_spark.driver.peers import Peers, agent_news, assignments, refuse, reports, worker_news
 from elastic_spark.driver.rendezvous import Rendezvous
-from elastic_spark.errors import UserCodeFailed
+from elastic_spark.errors import StorageFailed, UserCodeFailed
 from elastic_spark.transport import Address, Connection, Message, Server
 
 #: How long a lost connection waits for the agent's word on how the process ended.
@@ -99,6 +100,7 @@ class Controller:
         self._results: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._opened_at = (0, 0.0)  # generation and time
+        self._durable_at = self._now()  # when the state that is safe in a checkpoint was current
         self._found: dict[str, tuple[str, int, list[Report]]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
@@ -135,13 +137,15 @@ class Controller:
 
     def post(self, happened: core.Input) -> None:
         """Something happened. Safe from any thread; after the end it is passed over."""
-        if not self._finished.is_set():
-            self._loop.call_soon_threadsafe(self._turn, happened)
+        self._from_thread(lambda: self._turn(happened))
 
     def record(self, make: Callable[[float], ev.Event]) -> None:
         """Append a fact, made with the time of now. Safe from any thread."""
-        if not self._finished.is_set():
-            self._loop.call_soon_threadsafe(lambda: self._journal.append(make(self._now())))
+        self._from_thread(lambda: self._journal.append(make(self._now())))
+
+    def _from_thread(self, action: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: the job is over
+            self._loop.call_soon_threadsafe(action)
 
     def wait(self, limit_s: float) -> bool:
         """Whether the job has ended, within ``limit_s`` seconds.
@@ -348,16 +352,18 @@ class Controller:
 
     def _commit_checkpoint(self, worker: str, message: Message) -> None:
         """A part has been written. Only a living member's counts."""
+        part, seconds = WrittenPart.from_dict(message["part"]), float(message["seconds"])
         if worker not in self._job.members or worker not in self._job.workers:
+            reason = f"{worker} has left the world that it is of"
+            self._journal.append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=reason))
             return
-        task = self._spawn(
-            self._checkpoints.commit(
-                WrittenPart.from_dict(message["part"]),
-                message["fields"],
-                world_size=len(self._job.members),
-                seconds=float(message["seconds"]),
-            )
-        )
+        current_at, size = self._now() - float(message["age_s"]), len(self._job.members)
+
+        async def commit() -> None:
+            if await self._checkpoints.commit(part, message["fields"], world_size=size, seconds=seconds):
+                self._durable_at = max(self._durable_at, current_at)
+
+        task = self._spawn(commit())
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
 
@@ -403,15 +409,39 @@ class Controller:
         self._spawn(self._form(effect))
 
     async def _checkpoint_for(self, effect: core.Form) -> Checkpoint | None:
-        """What the generation starts from, where its members do not hold the state themselves."""
-        if effect.before is not None:
-            self._suspect = None
-            good = await self._checkpoints.good_before(effect.before, effect.generation)
-            if good is None:
-                why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
-                self._turn(core.Fault("GuardStopped", why))
-            return good
-        return await self._checkpoints.newest(effect.generation) if effect.restore else None
+        """What the generation starts from, where its members do not hold the state themselves. To read it whole may
+        take long, and storage may be away for a while."""
+        if not effect.restore:
+            return None
+        limit_s = self._job.options.elastic_timeout
+        deadline = self._now() + limit_s
+        while True:
+            reading = asyncio.ensure_future(self._choose(effect))
+            while not (await asyncio.wait({reading}, timeout=1.0))[0] and self._now() < deadline:
+                self._turn(core.Reading(effect.generation))
+            try:
+                if reading.done():
+                    return reading.result()
+                why = "it takes longer"
+            except StorageFailed as error:
+                why = str(error)
+            if self._now() >= deadline or self._over.is_set():
+                reading.cancel()
+                message = f"no checkpoint could be read to go on from within elastic_timeout={limit_s:g} s: {why}"
+                self._turn(core.Fault("StorageFailed", message))
+                return None
+            await asyncio.sleep(1.0)
+            self._turn(core.Reading(effect.generation))
+
+    async def _choose(self, effect: core.Form) -> Checkpoint | None:
+        if effect.before is None:
+            return await self._checkpoints.newest(effect.generation)
+        self._suspect = None
+        good = await self._checkpoints.good_before(effect.before, effect.generation)
+        if good is None:
+            why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
+            self._turn(core.Fault("GuardStopped", why))
+        return good
 
     async def _form(self, effect: core.Form) -> None:
         restored = await self._checkpoint_for(effect)
@@ -422,6 +452,8 @@ class Controller:
         if from_memory:
             step, restored = effect.found, None
             self._ledger.find(*self._found.get(finder, ("", 0, [])))
+        elif effect.restore:
+            self._durable_at = self._now()
         await self._rendezvous.open(effect.generation, effect.members)
         self._opened_at = (effect.generation, self._now())
         environments = self._rendezvous.environment(effect.generation)
@@ -442,7 +474,8 @@ class Controller:
         )
         self._take_down([formed])
         restore = restored.uri if restored is not None else None
-        common = {"restore": restore, "memory": from_memory, "step": step, "seed": self._seed}
+        safe = {"durable_s": self._now() - self._durable_at}
+        common = {"restore": restore, "memory": from_memory, "step": step, "seed": self._seed, **safe}
         for worker, message in assignments(effect.generation, effect.members, environments, lanes, common):
             self._peers.tell_worker(worker, message)
         for old in range(max(1, effect.generation - 3), effect.generation):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
@@ -28,7 +29,9 @@ from elastic_spark.checkpoint.storage import open_storage
 from elastic_spark.errors import JobHeld, StorageFailed
 
 RENEW_S = 3.0
+RELEASE_S = 5.0
 STALE_S = 12.0
+_log = logging.getLogger(__name__)
 _FILE = re.compile(r"job-(\d{9})\.json")
 
 
@@ -127,7 +130,16 @@ class JobFile:
         """The job has ended with ``status``."""
         self._stop.set()
         _here.discard(self._holder)
-        self._write(status=status)
+        deadline = time.monotonic() + RELEASE_S
+        while True:
+            try:
+                self._write(status=status)
+                return
+            except StorageFailed as error:  # what the caller gets must not depend on this
+                if time.monotonic() > deadline:
+                    _log.warning("the job file at %s does not say that the job is %s: %s", self._uri, status, error)
+                    return
+            time.sleep(0.2)
 
     def _write(self, **changes: Any) -> None:
         with self._writing:

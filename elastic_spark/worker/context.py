@@ -107,6 +107,8 @@ class Context:
         )
         try:
             epoch, offset = state.cursor(name) if state is not None else (0, 0)
+            if state is not None:
+                state.begins(name)
             while epoch < epochs:
                 batches = reader.batches(epoch, offset)
                 if state is not None:

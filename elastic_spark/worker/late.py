@@ -2,11 +2,11 @@
 
 Between a commit and the next ``optimizer.step()`` the parameters and the optimizer's own tensors stand still, so a copy
 of them may as well be made while the next step reads its batch and computes its gradients. It begins when that batch is
-handed out, not at the commit: in between a loop may evaluate, with other weights swapped in.
+asked for, not at the commit: in between a loop may evaluate, with other weights swapped in.
 
-Who writes to a tensor in between all the same is found out by torch's version counter, which each write in place
-raises: such a copy is given up. (A write through ``tensor.data`` leaves no trace. It breaks what a commit promises in
-any case: see the module `elastic_spark.worker.state`.)
+A loop that swaps them later than that, while the copy is made, must not get a state of neither. Two signs give such a
+copy up: torch's version counter, which each write in place raises, and, because a write through ``tensor.data`` does
+not, items from all over each tensor that were noted at the commit and must be in the copy, bit by bit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+
+#: Items of a tensor that are compared.
+SAMPLES = 32
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Torn(Exception):
@@ -35,7 +39,7 @@ class LateCopy:
     def __init__(
         self, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], finish: Callable[[], None]
     ) -> None:
-        self._pairs = [(name, tensor, tensor._version, targets[name]) for name, tensor in sources.items()]
+        self._pairs = [(name, tensor, _samples(tensor), targets[name]) for name, tensor in sources.items()]
         self._finish = finish
         self._running: Future[None] | None = None
         self._begun = threading.Event()
@@ -64,16 +68,24 @@ class LateCopy:
         self._running.result()
 
     def _run(self) -> None:
-        started = time.monotonic()
+        started, changed = time.monotonic(), []
         with torch.no_grad():
-            for _, tensor, _, target in self._pairs:
+            for name, tensor, committed, target in self._pairs:
+                version = tensor._version
                 target.copy_(tensor)
-        changed = [name for name, tensor, version, _ in self._pairs if tensor._version != version]
+                if tensor._version != version or not torch.equal(_samples(target), committed):
+                    changed.append(name)
         self._pairs = []  # they hold the live tensors
         self.seconds = time.monotonic() - started
         if changed:
             raise Torn(f"{', '.join(changed[:3])} changed between a commit and the next optimizer.step()")
         self._finish()
+
+
+def _samples(tensor: torch.Tensor) -> torch.Tensor:
+    """Some of its items as integers, the first and the last among them: swapped weights differ in nearly all."""
+    flat = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+    return torch.cat([flat[:: max(1, len(flat) // SAMPLES)], flat[-1:]])
 
 
 def stepped(optimizers: Collection[torch.optim.Optimizer], tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -86,7 +98,11 @@ def stepped(optimizers: Collection[torch.optim.Optimizer], tensors: Mapping[str,
     return {
         name
         for name, tensor in tensors.items()
-        if tensor.device.type == "cpu" and tensor.numel() and tensor.data_ptr() in own
+        if tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.element_size() in _BITS
+        and tensor.numel()
+        and tensor.data_ptr() in own
     }
 
 

@@ -46,8 +46,8 @@ class Snapshot:
 
 
 class SnapshotMemory:
-    """The writer's side. Two slots in turn; a third one while a snapshot is leased. The first snapshot has all three of
-    them made, in a thread.
+    """The writer's side. Two slots in turn; a third one while a snapshot is leased. The first snapshot, and the first
+    one of a larger state (optimizers hold nothing before their first step), has all three made, in a thread.
 
     Args:
         descriptor: of the memory; None makes memory that dies with this process.
@@ -116,12 +116,16 @@ class SnapshotMemory:
             del self._slots[slot.offset]
             slot.give_back()
         slot = self._make(-(-(_HEAD + tensor_bytes + text_bytes + _SLACK) // _PAGE) * _PAGE)
-        if self._making is None:
-            self._making = thread().submit(self._make_more, slot.capacity)
+        self._making = thread().submit(self._make_more, slot.capacity, kept)
         return slot
 
-    def _make_more(self, capacity: int) -> None:
-        for _ in range(2):
+    def _make_more(self, capacity: int, kept: tuple[int | None, ...]) -> None:
+        """Until there are three so large; smaller ones that nobody reads go."""
+        for slot in list(self._slots.values()):
+            if slot.capacity < capacity and slot.offset not in kept:
+                del self._slots[slot.offset]
+                slot.give_back()
+        while sum(slot.capacity >= capacity for slot in self._slots.values()) < 3:
             self._make(capacity).touch()
 
     def _make(self, capacity: int) -> _Slot:

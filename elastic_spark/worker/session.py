@@ -7,44 +7,32 @@ notice, a stop) and keeps the rest for the main thread. The main thread sends fo
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import math
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from statistics import median_low
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOutcome, shares
 from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
-from elastic_spark.core.retention import due
-from elastic_spark.errors import ProtocolError
+from elastic_spark.errors import ProtocolError, StorageFailed
 from elastic_spark.transport import Channel, Message
 from elastic_spark.worker import collective
 from elastic_spark.worker.collective import Assignment, Leave
-from elastic_spark.worker.late import LateCopy
 from elastic_spark.worker.memory import Snapshot, SnapshotMemory, read_newest
+from elastic_spark.worker.saver import Saver
 
 if TYPE_CHECKING:
     from elastic_spark.worker.state import ElasticState
 
 HEARTBEAT_S = 0.5
 REPORT_S = 0.1
-#: Bytes of a state from which on every rank writes its share. Below, one rank is done within a second or so, and a set
-#: of parts that a lost rank leaves incomplete is the greater loss.
-PARTS_FROM = 256 << 20
-#: A checkpoint in parts is announced so many seconds ahead, so that all ranks hear of it before its step.
-ANNOUNCE_S = 0.3
-#: After a write that failed the next is not tried at once: twice this, then twice as long each time, at most the other.
-RETRY_S, MOST_RETRY_S = 0.5, 30.0
-_log = logging.getLogger(__name__)
+#: Storage may be away for so many seconds while a checkpoint is loaded; the other ranks wait in a collective.
+LOAD_RETRY_S = 30.0
 
 
 class WorkerSession:
@@ -60,6 +48,7 @@ class WorkerSession:
         self._channel = channel
         self._assignments: queue.Queue[Message] = queue.Queue()
         self._generation = -1
+        self._begun_at = 0.0
         self._place: Assignment | None = None
         self._state: ElasticState | None = None
         self._reports: list[Report] = []  # to be sent
@@ -76,7 +65,7 @@ class WorkerSession:
         self._stopping = threading.Event()
         self._save_asked = False
         self._planned: Message | None = None
-        self._saver: _Saver | None = None
+        self._saver: Saver | None = None
         self._link = threading.Thread(target=self._serve, name="link to the driver", daemon=True)
 
     def open(self) -> None:
@@ -156,7 +145,7 @@ class WorkerSession:
         if message["type"] == "leave":
             raise Leave(message["reason"])
         with self._reporting:  # what was reported in the world before is settled by the step that this one begins with
-            self._generation = message["generation"]
+            self._generation, self._begun_at = message["generation"], time.monotonic()
             self._unconfirmed.clear()
         self._place = Assignment(
             message["generation"], message["rank"], message["size"], message["env"], message["body"]
@@ -246,11 +235,19 @@ class WorkerSession:
     def load_checkpoint(self, uri: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
         """``(state's skeleton, tensors, the rest of the meta)`` of a checkpoint that the driver chose."""
         store, _ = locate(uri)
-        tensors, meta = store.load(store.open(uri))
-        return meta["state"], tensors, meta
+        deadline = time.monotonic() + LOAD_RETRY_S
+        while True:
+            try:
+                tensors, meta = store.load(store.open(uri))
+                return meta["state"], tensors, meta
+            except StorageFailed:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(1.0)
 
-    def consider_checkpoint(self, state: ElasticState) -> None:
+    def consider_checkpoint(self, state: ElasticState, *, late: bool) -> None:
         """At each commit: rank 0 saves when it is due; of a large state every rank writes a part, when it was planned.
+        ``late``: the loop is about to ask for a batch, and what is saved may be copied from then on.
 
         A rank that hears of the plan too late writes a later step, which no other part belongs to: no harm is done.
         """
@@ -260,16 +257,18 @@ class WorkerSession:
         if planned is not None and state.step >= planned["step"]:
             self._planned = None
             if planned["generation"] == self._generation:
-                self._ensure_saver().write_part(state, place.rank, place.size)
+                self._ensure_saver().write_part(state, place.rank, place.size, late=late)
         elif place.rank == 0:
-            self._ensure_saver().consider(state, place.size, asked=self._save_asked)
+            self._ensure_saver().consider(state, place.size, asked=self._save_asked, late=late)
             self._save_asked = False
 
-    def _ensure_saver(self) -> _Saver:
+    def _ensure_saver(self) -> Saver:
         if self._saver is None:
-            self._saver = _Saver(self._channel, self.config, self._flush, self._memory)
-        self._saver.token = f"{self.config.get('attempt', 'a')}-g{self._generation}"
-        self._saver.generation, self._saver.values = self._generation, self._values
+            self._saver = Saver(self._channel, self.config, self._flush, self._memory)
+        if self._saver.generation != self._generation:
+            token = f"{self.config.get('attempt', 'a')}-g{self._generation}"
+            self._saver.begin(self._generation, token, self._begun_at - self.assignment().body.get("durable_s", 0.0))
+        self._saver.values = self._values
         return self._saver
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -310,135 +309,8 @@ class WorkerSession:
         self._assignments.get()
 
 
-class _Saver:
-    """A rank's part in checkpoints: when (rank 0 alone decides), from what, and how they are told."""
-
-    def __init__(
-        self, channel: Channel, config: Mapping[str, Any], flush: Callable[[], None], memory: SnapshotMemory
-    ) -> None:
-        self.token = ""
-        self.generation = 0
-        self.values: Mapping[str, float] = {}
-        self._channel, self._flush, self._memory = channel, flush, memory
-        self._rpo_target_s, self._budget = config["rpo_target_s"], config["ckpt_budget"]
-        self._store = CheckpointStore(config["checkpoint_uri"])
-        self._writer = BackgroundWriter(self._store, self._done)
-        self._saved_at: float | None = None
-        self._saved_step = -1
-        self._planned = (0, 0)  # generation and step of the last plan
-        self._costs = deque[tuple[float, LateCopy | None]]([(0.0, None)], maxlen=3)  # seconds at a commit, and after it
-        self._late: LateCopy | None = None
-        self._write_s = 0.0
-        self._step_s = 0.0
-        self._committed_at = time.monotonic()
-        self._skipped_at = 0.0
-        self._failures, self._retry_at = 0, 0.0
-        self._fields: dict[str, Any] = {}
-        self._written = threading.Event()
-
-    def consider(self, state: ElasticState, ranks: int, *, asked: bool) -> None:
-        now = time.monotonic()
-        self._step_s = max(now - self._committed_at, 0.9 * self._step_s)  # the next may be as long as any lately
-        step_s, self._committed_at = self._step_s, now
-        if self._saved_at is None and not asked:
-            self._saved_at = now  # what this generation started from is durable, or is not worth a checkpoint
-            return
-        cost_s = median_low(at_commit + (late.seconds if late else 0.0) for at_commit, late in self._costs)
-        wanted, reason = due(
-            now,
-            self._saved_at,
-            cost_s,
-            step_s,
-            rpo_target_s=self._rpo_target_s,
-            budget=self._budget,
-            write_s=cost_s + self._write_s,
-        )
-        if not (wanted or asked) or (self.generation, state.step) < self._planned:
-            return
-        if now < self._retry_at and not asked:
-            return
-        if self._writer.busy:
-            if now - self._skipped_at > self._rpo_target_s:
-                self._skipped_at = now
-                self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": "storage is slow"})
-            return
-        if ranks > 1 and not asked and _bytes(state) >= PARTS_FROM:
-            self._saved_at = now
-            step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
-            self._planned = (self.generation, step)
-            self._channel.send({"type": "plan_parts", "generation": self.generation, "step": step})
-            return
-        self._submit(state, reason, late=not asked)
-        self._saved_at = now
-        self._costs.append((time.monotonic() - now, self._late))
-
-    def write_part(self, state: ElasticState, rank: int, ranks: int) -> None:
-        """This rank's share of the state as it is now."""
-        now = time.monotonic()
-        self._submit(state, "in parts", rank, ranks, late=True)
-        self._saved_at = self._committed_at = now
-        self._costs.append((time.monotonic() - now, self._late))
-
-    def _submit(self, state: ElasticState, reason: str, part: int = 0, parts: int = 1, *, late: bool = False) -> None:
-        if self._writer.busy:  # it reads the leased snapshot: that must not be written over
-            reason = "the write before is still under way"
-            self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
-            return
-        snapshot, extra = state.for_checkpoint(late=late)
-        self._memory.lease(snapshot)
-        self._late = snapshot.late
-        body, tensors = snapshot.body["state"], snapshot.tensors
-        if parts > 1:
-            mine = shares({name: tensor.nbytes for name, tensor in tensors.items()}, parts)[part]
-            tensors = {name: tensors[name] for name in mine}
-        self._fields = {"cursors": body["cursors"], "reason": reason, "generation": self.generation}
-        bad = [f"{name} is {value}" for name, value in self.values.items() if not math.isfinite(value)]
-        if bad:
-            self._fields["suspect"] = f"committed with {bad[0]}"
-        self._saved_step = state.step
-        self._written.clear()
-        meta = {"state": body, **extra} if part == 0 else extra
-        token = f"{self.token}-{state.step}"
-        self._writer.submit(state.step, tensors, meta, token, part=part, parts=parts, ready=snapshot.late)
-
-    def _done(self, outcome: WriteOutcome) -> None:
-        self._write_s = max(outcome.seconds, 0.9 * self._write_s)  # storage is not always as fast as it can be
-        self._memory.release()
-        with contextlib.suppress(ProtocolError):
-            self._failures = self._failures + 1 if outcome.part is None else 0
-            if outcome.part is None:
-                self._retry_at = time.monotonic() + min(RETRY_S * 2**self._failures, MOST_RETRY_S)
-                reason = f"{type(outcome.error).__name__}: {outcome.error}"
-                self._channel.send({"type": "checkpoint_skipped", "step": outcome.step, "reason": reason})
-            else:
-                self._flush()  # the driver must have been told of a step before it is told that the step is durable
-                if outcome.nan:
-                    self._fields["suspect"] = f"tensor {outcome.nan} holds NaN"
-                part = json.loads(json.dumps(outcome.part.to_dict()))
-                message = {"type": "checkpoint", "part": part, "seconds": outcome.seconds, "fields": self._fields}
-                self._channel.send(message)
-        self._written.set()
-
-    def last(self, state: ElasticState, limit_s: float = 120.0) -> None:
-        """The state at the end, written before the result is handed over."""
-        if self._saved_step == state.step or state.step < 1:
-            return
-        deadline = time.monotonic() + limit_s
-        while self._writer.busy and time.monotonic() < deadline:
-            self._written.wait(0.05)
-        self._submit(state, "the end of training")
-        self._written.wait(max(0.0, deadline - time.monotonic()))
-
-    def close(self) -> None:
-        self._writer.close(5.0)
-
-
 def _as_items(report: Report) -> dict[str, Any]:
     return dict(vars(report))
-
-
-def _bytes(state: ElasticState) -> int:
-    return sum(tensor.nbytes for tensor in state.capture()[1].values())
 
 
 _session: WorkerSession | None = None

@@ -157,7 +157,7 @@ class ElasticState(State):  # type: ignore[misc]
         self._mark()
         session().committed(reports)
         self._maybe_snapshot(late=looping)
-        session().consider_checkpoint(self)
+        session().consider_checkpoint(self, late=looping)
 
     def check_host_updates(self) -> None:
         """Leave the loop when the driver has announced a change. No collective: the others follow, see `core.job`."""
@@ -191,6 +191,7 @@ class ElasticState(State):  # type: ignore[misc]
         started = time.monotonic()
         body, tensors = self.capture()
         late = late and self._may_be_late and max(self._costs_s) > LATE_FROM_S
+        self._may_be_late = True
         self._snapshot = session().keep(self.step, body, tensors, stepped(self._optimizers, tensors) if late else ())
         self._copying = self._snapshot.late
         self._snapshot_at = time.monotonic()
@@ -207,7 +208,7 @@ class ElasticState(State):  # type: ignore[misc]
             copying.settle()
             self._whole = self._snapshot
         except Torn as torn:
-            print(f"elastic_spark: {torn}; snapshots will hold up the loop instead", flush=True)
+            print(f"elastic_spark: {torn}; the next snapshot will hold up the loop instead", flush=True)
             self._snapshot, self._may_be_late = self._whole, False
         self._costs_s[-1] += copying.seconds
 
@@ -375,6 +376,10 @@ class ElasticState(State):  # type: ignore[misc]
         """``(epoch, offset)`` of the next global batch that is not committed yet."""
         return self._cursors.get(dataset, (0, 0))
 
+    def begins(self, dataset: str) -> None:
+        """An iteration begins behind the last commit: what was drawn since is drawn again."""
+        self._drawn.pop(dataset, None)
+
     def draws(self) -> None:
         """The loop waits for its next batch."""
         if self._copying is not None:
@@ -405,5 +410,10 @@ def _has_state(item: Any) -> bool:
 
 
 def _load(item: Any, value: Any) -> None:
-    """``load_state_dict`` of a copy: optimizers keep the tensors that they are given and write into them."""
-    item.load_state_dict(value if isinstance(item, torch.nn.Module) else copy.deepcopy(value))
+    """``load_state_dict`` of a copy: optimizers keep the tensors that they are given and write into them. Modules copy
+    theirs by themselves, but for what `set_extra_state` gets."""
+    if not isinstance(item, torch.nn.Module):
+        value = copy.deepcopy(value)
+    else:
+        value = {name: copy.deepcopy(it) if name.endswith("_extra_state") else it for name, it in value.items()}
+    item.load_state_dict(value)

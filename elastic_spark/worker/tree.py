@@ -31,6 +31,8 @@ def flatten(value: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
+    if isinstance(value, (torch.Tensor, np.ndarray)) and path in tensors:
+        raise TypeError(f"{path}: two values of this path, as of keys 1 and '1', or 'a/b' and a then b: rename one")
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         return {_TAG: "tensor", "at": path}

@@ -49,9 +49,9 @@ def test_a_worker_process_is_killed(job: Job) -> None:
 
 def write_in_parts(state: object) -> None:
     """As a state that is large enough would be."""
-    from elastic_spark.worker import session
+    from elastic_spark.worker import saver
 
-    session.PARTS_FROM = 0
+    saver.PARTS_FROM = 0
 
 
 def test_all_executors_die_and_come_back(job: Job) -> None:

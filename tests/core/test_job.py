@@ -855,11 +855,34 @@ def test_an_init_that_fails_again_and_again_is_not_the_users_fault() -> None:
     for _ in range(5):
         run.ask(step=-1, reason="init failed")
     assert run.ended is None, "a Horovod that is not mended may echo one fault so often"
-    run.wait(core.IDLE_INIT_S, "*")
+    run.wait(core.UNFORMED_S, "*")
     run.ask(step=-1, reason="init failed")
     assert run.ended.kind == "EnvironmentUnfit"
     assert "Horovod could not be initialised 6 times in a row" in run.ended.error
     assert "nics" in run.ended.error
+
+
+def test_a_world_that_did_not_form_says_nothing_of_collectives() -> None:
+    run = Script(num_proc=2).running()
+    run.ask(step=7)
+    for _ in range(3):
+        run.ask(step=7, reason="init failed")
+    run.initialise()
+    run.ask(step=7)
+    assert (run.ended, run.job.idle_resets, run.job.unformed) == (None, 1, 0)
+
+
+def test_while_a_checkpoint_is_read_nobody_is_late() -> None:
+    """To verify a large one takes longer than Horovod's init may."""
+    run = Script(num_proc=2)
+    run.hosts(2)
+    run.ready("w0", "w1")
+    for _ in range(200):
+        run(core.Reading(1))
+        assert of(run.wait(1.0, "*"), core.BreakGeneration) == []
+    run(core.Reading(0))
+    assert [worker.stage for worker in run.job.workers.values()] == [core.Stage.CALLED] * 2
+    one(run.wait(run.options.init_timeout_s + 1.0, "*"), core.BreakGeneration, generation=1)
 
 
 def test_processes_that_die_world_after_world_without_a_new_step_end_the_job() -> None:

@@ -88,7 +88,8 @@ def key(cluster: Cluster, finish: bool) -> Hashable:
         tuple(sorted((min(a.failures, 2), a.draining) for a in job.agents.values() if a.worker is None)),
         len(job.agents),
         (job.generation > 0, job.ending is None, job.ending == "reset", job.broken, bool(job.lost), bool(job.perished)),
-        (job.idle_resets, job.barren_resets, job.stillborn, job.ran_at is None, job.formed_step < 0, job.saved),
+        (job.idle_resets, min(job.unformed, 3), job.barren_resets, job.stillborn, job.ran_at is None),
+        (job.formed_step < 0, job.saved),
         job.ended,
     )
 

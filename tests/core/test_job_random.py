@@ -35,6 +35,7 @@ NONSENSE = st.one_of(
     st.builds(core.Draining, st.sampled_from(["e0", "e1", "e99"]), st.just("decommissioned")),
     st.builds(core.UserError, NAMES, STEPS, st.floats(0, 100), st.just("ValueError"), st.just("Traceback")),
     st.builds(core.Unbalanced, GENERATIONS),
+    st.builds(core.Reading, GENERATIONS),
     st.builds(core.Alarmed, GENERATIONS, st.integers(0, 30), st.just("loss is nan")),
     st.just(core.Tick()),
 )

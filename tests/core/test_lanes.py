@@ -232,6 +232,14 @@ def test_more_workers_than_lanes_leaves_some_without():
     assert assignment == {"a": (0,), "b": (), "c": (1,)}
 
 
+def test_nobody_goes_without_while_there_are_lanes_for_all():
+    assignment = assign_lanes(8, ["a", "b", "c", "d"], {}, {"a": 1.0, "b": 0.25, "c": 1.0, "d": 1.0})
+    assert sorted(len(mine) for mine in assignment.values()) == [1, 2, 2, 3]
+    assert len(assignment["b"]) == 1
+    assignment = assign_lanes(3, ["a", "b", "c"], {}, {"a": 100.0, "b": 1.0, "c": 1.0})
+    assert [len(mine) for mine in assignment.values()] == [1, 1, 1]
+
+
 def test_previous_ownership_that_makes_no_sense_is_put_right():
     assignment = assign_lanes(4, ["a", "b"], {"a": [0, 0, 1, 9, -1], "b": [1, 2], "gone": [3]})
     assert assignment == {"a": (0, 1), "b": (2, 3)}

@@ -69,6 +69,7 @@ from elastic_spark.core.job.inputs import (
     Heard,
     Initialised,
     Input,
+    Reading,
     Ready,
     Tick,
     Unbalanced,
@@ -76,7 +77,7 @@ from elastic_spark.core.job.inputs import (
     WorkerDown,
     WorkerUp,
 )
-from elastic_spark.core.job.settle import BARREN_LIMIT, IDLE_INIT_S, IDLE_LIMIT, PROGRESS_S, STILLBORN_LIMIT
+from elastic_spark.core.job.settle import BARREN_LIMIT, IDLE_LIMIT, PROGRESS_S, STILLBORN_LIMIT, UNFORMED_S
 from elastic_spark.core.job.state import IN_WORLD, Agent, Ended, Failure, Job, Options, Stage, Worker
 
 #: The controller sends a `Tick` so often, in seconds.
@@ -85,12 +86,12 @@ TICK_S = 0.1
 __all__ = [
     "ASKED_ON_PURPOSE",
     "BARREN_LIMIT",
-    "IDLE_INIT_S",
     "IDLE_LIMIT",
     "IN_WORLD",
     "PROGRESS_S",
     "STILLBORN_LIMIT",
     "TICK_S",
+    "UNFORMED_S",
     "Agent",
     "AgentDown",
     "AgentHeard",
@@ -114,6 +115,7 @@ __all__ = [
     "Kill",
     "Notify",
     "Options",
+    "Reading",
     "Ready",
     "Record",
     "Release",

@@ -196,6 +196,13 @@ def _on_fault(turn: Turn, happened: i.Fault) -> None:
     turn.end(Ended(status, happened.error, happened.kind))
 
 
+def _on_reading(turn: Turn, happened: i.Reading) -> None:
+    """The time of those who are called begins later."""
+    for worker in turn.job.live_members() if happened.generation == turn.job.generation else ():
+        if worker.stage is Stage.CALLED:
+            turn.put(replace(worker, since=turn.clock))
+
+
 def _on_tick(turn: Turn, happened: i.Tick) -> None:
     turn.set(ticked=turn.now)
     judge(turn)
@@ -215,6 +222,7 @@ _HANDLERS: Mapping[type[i.Input], Callable[[Turn, Any], None]] = {
     i.UserError: _on_user_error,
     i.Draining: _on_draining,
     i.Unbalanced: _on_unbalanced,
+    i.Reading: _on_reading,
     i.Alarmed: _on_alarmed,
     i.Fault: _on_fault,
     i.Tick: _on_tick,

@@ -124,6 +124,13 @@ class Unbalanced(Input):
 
 
 @dataclass(frozen=True)
+class Reading(Input):
+    """The checkpoint that ``generation`` starts from is still being read: nobody has a place in it yet."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Alarmed(Input):
     """The guard does not trust the state from step ``suspect_from`` on, in a world of ``generation``."""
 

@@ -13,9 +13,9 @@ from elastic_spark.core.policy import is_repeated
 STILLBORN_LIMIT = 6
 #: So many resets in a row without a loss, a plan or a new step: the ranks call different collectives.
 IDLE_LIMIT = 3
-#: Those whose world did not even form may be the echo of one fault, with a Horovod that is not mended: they are too
-#: many only if they have gone on for so many seconds. Hosts that do not reach one another take longer.
-IDLE_INIT_S = 20.0
+#: Worlds that did not even form may be the echo of one fault, with a Horovod that is not mended: so many are too many
+#: only if it has gone on for so many seconds. Hosts that do not reach one another take longer.
+UNFORMED_S = 20.0
 #: So many resets in a row because processes died, without a new step: what they run kills them.
 BARREN_LIMIT = 6
 #: Where workers tell no step, a world that ran so long has made progress.
@@ -254,11 +254,14 @@ def _may_reset(turn: Turn, held: int) -> bool:
     job, options = turn.job, turn.job.options
     ran_s = turn.clock - job.ran_at if job.ran_at is not None else 0.0
     if held > job.formed_step or (held < 0 and ran_s >= PROGRESS_S):
-        turn.set(idle_resets=0, barren_resets=0)
+        turn.set(idle_resets=0, unformed=0, barren_resets=0)
     elif job.perished:
         turn.set(barren_resets=job.barren_resets + 1)
     elif not (job.lost or job.ending == ASKED_ON_PURPOSE):
-        turn.set(idle_resets=job.idle_resets + 1, idle_since=job.idle_since if job.idle_resets else turn.clock)
+        if job.ran_at is None:
+            turn.set(unformed=job.unformed + 1, unformed_since=job.unformed_since if job.unformed else turn.clock)
+        else:
+            turn.set(idle_resets=job.idle_resets + 1, unformed=0)
     turn.set(resets=job.resets + bool(job.lost))
     job = turn.job
     if options.reset_limit is not None and job.resets > options.reset_limit:
@@ -272,21 +275,16 @@ def _may_reset(turn: Turn, held: int) -> bool:
             f"; last: {job.ending}. The last one said:\n{job.last_words}"
         )
         turn.end(Ended("FAILED", message, "UserCodeFailed"))
-    elif job.idle_resets >= IDLE_LIMIT and (job.ran_at is not None or turn.clock >= job.idle_since + IDLE_INIT_S):
-        turn.end(_idle(turn, held))
-    return turn.job.ended is None
-
-
-def _idle(turn: Turn, held: int) -> Ended:
-    job = turn.job
-    if job.ran_at is None:
+    elif job.idle_resets >= IDLE_LIMIT:
         message = (
-            f"Horovod could not be initialised {job.idle_resets} times in a row although no worker was lost "
+            f"collectives failed {job.idle_resets} times in a row at step {held} although no worker was lost: do all "
+            f"ranks call the same collectives with the same shapes? The last error was: {job.last_error or job.ending}"
+        )
+        turn.end(Ended("FAILED", message, "UserCodeFailed"))
+    elif job.unformed >= IDLE_LIMIT and turn.clock >= job.unformed_since + UNFORMED_S:
+        message = (
+            f"Horovod could not be initialised {job.unformed} times in a row although no worker was lost "
             f"({job.ending}): can the workers' hosts reach one another? Name their common interface with nics"
         )
-        return Ended("FAILED", message, "EnvironmentUnfit")
-    message = (
-        f"collectives failed {job.idle_resets} times in a row at step {held} although no worker was lost: do all ranks "
-        f"call the same collectives with the same shapes? The last error was: {job.last_error or job.ending}"
-    )
-    return Ended("FAILED", message, "UserCodeFailed")
+        turn.end(Ended("FAILED", message, "EnvironmentUnfit"))
+    return turn.job.ended is None

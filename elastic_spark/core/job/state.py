@@ -143,8 +143,8 @@ class Job:
     unbalanced: other owners of lanes are wanted.
     ran_at: when all of its members were running; None until then.
     arrived: when an agent or a ready worker came last. stillborn: workers in a row that died before they were ready.
-    resets: generations formed because of a loss. idle_resets: in a row, without a loss, a plan or a new step, the
-        first of them at ``idle_since``.
+    resets: generations formed because of a loss. idle_resets: in a row, of worlds that ran, without a loss, a
+        plan or a new step. unformed: worlds in a row that did not even form, without a loss, since ``unformed_since``.
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
@@ -178,7 +178,8 @@ class Job:
     stillborn: int = 0
     resets: int = 0
     idle_resets: int = 0
-    idle_since: float = 0.0
+    unformed: int = 0
+    unformed_since: float = 0.0
     barren_resets: int = 0
     formed_step: int = -1
     restored: int = 0
