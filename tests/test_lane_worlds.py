@@ -224,6 +224,45 @@ def test_batch_norm_with_a_worker_that_never_has_a_row(template: Template, data:
     assert job.summary()["rows_once"] == ROWS
 
 
+def breaks(ctx: Any) -> tuple[int, list[int]]:
+    """Draws a batch and leaves it, epoch after epoch: its steps, and the offsets that it trained."""
+    import horovod.torch as hvd
+    import torch
+
+    import elastic_spark as es
+
+    model = torch.nn.Linear(8, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
+    )
+    state = es.ElasticState(model=model, optimizer=optimizer, trained=[])
+
+    @hvd.elastic.run
+    def loop(state: Any) -> tuple[int, list[int]]:
+        while state.step < -(-ROWS // 100):
+            for number, batch in enumerate(ctx.batches("train", state)):
+                if number == 3:
+                    break
+                optimizer.zero_grad()
+                (model(batch["x"]).mean() * batch.weight).backward()
+                optimizer.step()
+                state.trained.append(batch.offset)
+                state.commit()
+        return state.step, state.trained
+
+    return loop(state)
+
+
+def test_a_batch_that_was_drawn_and_left_is_drawn_again_and_counted_once(
+    template: Template, data: Manifest, tmp_path: Path
+) -> None:
+    with BareJob(template, tmp_path / "job", breaks, {"train": data}, num_proc=2, global_batch=100) as job:
+        steps, trained = job.done()[0]
+    assert trained == list(range(steps)) == list(range(-(-ROWS // 100)))
+    assert job.summary()["rows_once"] == ROWS
+    assert job.summary()["rows_twice"] == 0
+
+
 def test_batch_norm_with_a_share_of_one_row_says_what_to_do(template: Template, data: Manifest, tmp_path: Path) -> None:
     with BareJob(
         template, tmp_path / "job", with_batch_norm, {"train": data}, num_proc=2, global_batch=2, lanes=2

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from elastic_spark.checkpoint import CheckpointStore
 from elastic_spark.core import events as ev
 from elastic_spark.core.verdict import verdict
+from elastic_spark.errors import StorageFailed
 
 from .schedule import Fault, Schedule, schedule
 from .world import World, run_schedules
@@ -200,6 +202,31 @@ class FreezesOne(World):
         super()._hear(event)
         if isinstance(event, ev.GenerationFormed) and event.generation == 1:
             self.kill(event.members[1], signal.SIGSTOP)
+
+
+def test_a_checkpoint_that_takes_long_to_read_from_storage_that_was_away_is_waited_for(tmp_path: Path) -> None:
+    """Longer than Horovod's init may take: those who are called have no place in a world yet."""
+    schedule = Schedule(0, 2, 2, 1, 0.5, (Fault(2.0, "kill_all_executors", 0, 0.0),))
+    world = World(schedule, tmp_path / "world", init_timeout_s=3.0)
+    store, tries = world.controller._checkpoints._store, []
+    read = store.newest_valid
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        tries.append(time.monotonic())
+        if len(tries) < 3:
+            raise StorageFailed("away for a moment")
+        time.sleep(5.0)
+        return read(*arguments, **keywords)
+
+    store.newest_valid = slow  # type: ignore[method-assign]
+    try:
+        world.run()
+        (formed,) = [event for event in world.seen(ev.GenerationFormed) if event.restored_from]
+        assert formed.step > 0
+        assert len(tries) == 3
+        assert [event for event in world.seen(ev.GenerationEnding) if "initialise" in event.cause] == []
+    finally:
+        world.close()
 
 
 def test_who_holds_up_a_world_is_named_and_then_lost(tmp_path: Path) -> None:
