@@ -12,7 +12,7 @@ AIM = 0.97
 
 def due(
     now: float,
-    last_save_at: float | None,
+    last_save_at: float,
     cost_s: float,
     step_s: float,
     *,
@@ -22,7 +22,7 @@ def due(
 ) -> tuple[bool, str]:
     """Whether a checkpoint is to be taken at this commit, and why (the bound that decides is named).
 
-    All in seconds by one clock. ``last_save_at``: when the state last saved was current, None before the first.
+    All in seconds by one clock. ``last_save_at``: when the state last saved was current.
     ``cost_s``: training time that one save takes away. ``step_s``: until the next commit, the next chance.
     ``write_s``: from the state being current until it is durable.
 
@@ -32,8 +32,6 @@ def due(
     ``cost_s / T`` of the time goes into saving, so ``T >= cost_s / budget``. Where both cannot hold the
     budget does, and the reason gives the RPO that remains.
     """
-    if last_save_at is None:
-        return True, "the first checkpoint of this driver"
     elapsed = now - last_save_at
     wanted = max(AIM * rpo_target_s - write_s - step_s, 0.0)
     allowed = cost_s / budget if budget > 0 else math.inf if cost_s > 0 else 0.0

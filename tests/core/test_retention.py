@@ -8,10 +8,6 @@ from hypothesis import strategies as st
 from elastic_spark.core.retention import Stored, due, to_delete
 
 
-def test_first_checkpoint_is_due_at_once():
-    assert due(5.0, None, 0.0, 0.1) == (True, "the first checkpoint of this driver")
-
-
 def test_rpo_binds_where_a_save_is_cheap():
     assert not due(109.1, 100.0, 0.01, 0.5)[0]
     is_due, reason = due(109.3, 100.0, 0.01, 0.5)
