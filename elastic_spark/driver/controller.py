@@ -189,7 +189,7 @@ class Controller:
         self._started.set()
         try:
             while not self._over.is_set():
-                self._turn(core.Tick())
+                self._turn(core.Tick(self._ledger.committed))
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
                 self._consider_speed()
                 self._name_who_is_waited_for()

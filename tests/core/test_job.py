@@ -897,6 +897,27 @@ def test_processes_that_die_world_after_world_without_a_new_step_end_the_job() -
     assert "Segmentation fault in kernel" in run.ended.error
 
 
+def test_worlds_that_die_whole_and_get_further_each_time_do_not() -> None:
+    """Fuzz seeds 245 to 249: nobody survived who could tell of the new steps, but the ledger knew of them."""
+    run = Script(num_proc=2, max_num_proc=2, spawn_limit=100).running(host="host0")
+    for world in range(12):
+        run(core.Tick(10 * world))
+        for member in run.job.members:
+            run.down(member, code=-9)
+        run.ready(*[run.job.agents[name].worker for name in run.job.agents])
+        run.initialise()
+    assert run.ended is None
+    for _ in range(core.BARREN_LIMIT - 1):
+        assert run.ended is None
+        run(core.Tick(110))
+        for member in run.job.members:
+            run.down(member, code=-9)
+        if run.ended is None:
+            run.ready(*[run.job.agents[name].worker for name in run.job.agents])
+            run.initialise()
+    assert "6 worlds in a row without a step after 110" in run.ended.error
+
+
 def test_twelve_kills_with_steps_in_between_do_not() -> None:
     run = Script(num_proc=2, max_num_proc=2).running()
     for kill in range(12):

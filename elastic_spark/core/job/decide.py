@@ -205,6 +205,8 @@ def _on_reading(turn: Turn, happened: i.Reading) -> None:
 
 def _on_tick(turn: Turn, happened: i.Tick) -> None:
     turn.set(ticked=turn.now)
+    if happened.committed > turn.job.best:
+        turn.set(best=happened.committed, idle_resets=0, unformed=0, barren_resets=0)
     judge(turn)
 
 

@@ -149,4 +149,6 @@ class Fault(Input):
 
 @dataclass(frozen=True)
 class Tick(Input):
-    """Time has passed."""
+    """Time has passed. ``committed``: the newest committed step."""
+
+    committed: int = 0

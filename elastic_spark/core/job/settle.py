@@ -271,7 +271,7 @@ def _may_reset(turn: Turn, held: int) -> bool:
         turn.end(Ended("FAILED", message, "ResetLimitReached"))
     elif job.barren_resets >= BARREN_LIMIT:
         message = (
-            f"workers died in {job.barren_resets} worlds in a row without a step after {max(0, held, job.formed_step)}"
+            f"workers died in {job.barren_resets} worlds in a row without a step after {max(job.best, held)}"
             f"; last: {job.ending}. The last one said:\n{job.last_words}"
         )
         turn.end(Ended("FAILED", message, "UserCodeFailed"))

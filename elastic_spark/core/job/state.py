@@ -145,7 +145,8 @@ class Job:
     arrived: when an agent or a ready worker came last. stillborn: workers in a row that died before they were ready.
     resets: generations formed because of a loss. idle_resets: in a row, of worlds that ran, without a loss, a
         plan or a new step. unformed: worlds in a row that did not even form, without a loss, since ``unformed_since``.
-    barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started.
+    barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started. best:
+        the newest step that ever was committed.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
         memory (-1: none). What was left in memory before, beyond that step, is another story.
@@ -182,6 +183,7 @@ class Job:
     unformed_since: float = 0.0
     barren_resets: int = 0
     formed_step: int = -1
+    best: int = 0
     restored: int = 0
     restored_step: int = -1
     failures: tuple[Failure, ...] = ()
