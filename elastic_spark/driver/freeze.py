@@ -267,6 +267,8 @@ def _freeze_frame(
             return earlier
     data = f"{folder}/rows-{uuid.uuid4().hex[:12]}"
     writer = selected.write.option("parquet.block.row.count.limit", rows_per_group).option("compression", "snappy")
+    if int(df.sparkSession.version.partition(".")[0]) < 4:  # its Parquet does not know that limit: a group a file, then
+        writer = writer.option("maxRecordsPerFile", rows_per_group)
     writer.parquet(_for_spark(data))
     written = df.sparkSession.read.parquet(_for_spark(data)).select(*[_quoted(column) for column in wanted])
     try:
