@@ -319,6 +319,8 @@ def export(uri: str, path: str, which: str, object_name: str, job_id: str | None
     from elastic_spark.checkpoint import commands
 
     row = commands.export(uri, path, which, object_name=object_name, job_id=job_id)
+    for reason in row["skipped"]:
+        click.echo(f"passed over: {reason}", err=True)
     click.echo(f"{row['tensors']} tensors of {row['object']!r} at step {row['step']} -> {row['path']}")
 
 

@@ -49,7 +49,7 @@ def _config_options(command: Callable[..., None]) -> Callable[..., None]:
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """What `run`, `resume` and `chaos` take."""
     options: list[Callable[[Callable[..., None]], Callable[..., None]]] = [
-        click.argument("function", metavar="FUNCTION_OR_FILE"),
+        click.argument("function", metavar="FILE.py:FUNCTION"),
         click.option("--conf", multiple=True, metavar="NAME=VALUE", help="A setting of Spark. May be repeated."),
         click.option("--data", multiple=True, metavar="NAME=URI", help="A data set as Parquet. May be repeated."),
         click.option("--arg", multiple=True, metavar="NAME=VALUE", help="An argument of the function, as YAML."),

@@ -21,7 +21,7 @@ class State:
     """As much of ElasticState as a saver needs."""
 
     def __init__(self, memory: SnapshotMemory) -> None:
-        self.memory, self.step = memory, 0
+        self.memory, self.step, self.is_dirty = memory, 0, False
 
     def for_checkpoint(self, *, late: bool = False) -> tuple[Any, dict[str, Any]]:
         body = {"state": {"step": self.step, "cursors": {}}}
@@ -87,6 +87,15 @@ def test_the_end_is_written_again_where_that_write_has_failed(rank: Rank) -> Non
     rank.saver.last(rank.state)  # type: ignore[arg-type]
     assert [message["type"] for message in rank.said] == ["checkpoint_skipped", "checkpoint"]
     assert len(set(tries)) == 2, "a token is for one attempt"
+
+
+def test_an_end_that_was_not_committed_is_not_written(rank: Rank) -> None:
+    rank.saver.begin(1, "t", time.monotonic())
+    rank.commit()
+    rank.state.is_dirty = True
+    rank.saver.last(rank.state)  # type: ignore[arg-type]
+    assert rank.written() == []
+    assert "stepped an optimizer after its last commit" in rank.said[0]["reason"]
 
 
 def test_a_new_rank_0_keeps_the_target_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def verify(uri: str, which: str = "all", *, job_id: str | None = None) -> list[d
     """
     store, only = locate(uri)
     which = only or which
-    items: list[Checkpoint | Rejected] = store.attempts(job_id) if which == "all" else [pick(store, which, job_id)]
+    items: list[Checkpoint | Rejected] = store.attempts(job_id) if which == "all" else [pick(store, which, job_id)[0]]
     rows = []
     for item in items:
         row, started = _row(item), time.monotonic()
@@ -62,11 +62,12 @@ def _some(rows: list[dict[str, Any]], uri: str) -> list[dict[str, Any]]:
 def export(
     uri: str, path: str, which: str = "latest", *, object_name: str = "model", job_id: str | None = None
 ) -> dict[str, Any]:
-    """Write an object's plain ``state_dict`` to the local file ``path``: its row, with path and tensors."""
+    """Write an object's plain ``state_dict`` to the local file ``path``: its row, with path, tensors, and ``skipped``,
+    why newer checkpoints were passed over."""
     store, only = locate(uri)
-    checkpoint = pick(store, only or which, job_id)
+    checkpoint, skipped = pick(store, only or which, job_id)
     count = store.export(checkpoint, path, object_name=object_name)
-    return _row(checkpoint) | {"path": path, "object": object_name, "tensors": count}
+    return _row(checkpoint) | {"path": path, "object": object_name, "tensors": count, "skipped": skipped}
 
 
 def prune(uri: str, keep: int, *, keep_best: int = 0, job_id: str | None = None) -> list[str]:
@@ -77,23 +78,24 @@ def prune(uri: str, keep: int, *, keep_best: int = 0, job_id: str | None = None)
     return store.prune(keep, keep_best=keep_best, job_id=job_id)
 
 
-def pick(store: CheckpointStore, which: str, job_id: str | None = None) -> Checkpoint:
-    """The checkpoint that ``which`` means; raises `CheckpointInvalid` that says what there is."""
+def pick(store: CheckpointStore, which: str, job_id: str | None = None) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that ``which`` means, and why newer ones than "latest" were passed over; raises
+    `CheckpointInvalid` that says what there is."""
     if which == "latest":
         checkpoint, rejected = store.newest_valid(job_id)
         if checkpoint:
-            return checkpoint
+            return checkpoint, [f"{item.uri}: {item.reason}" for item in rejected]
         raise CheckpointInvalid(
             "; ".join([f"{store.uri} holds no valid checkpoint", *(item.reason for item in rejected)])
         )
     if manifest.parse_folder(which):
-        return store.open(which)
+        return store.open(which), []
     there = store.list(job_id)
     found = next((item for item in there if which.isdecimal() and item.step == int(which)), None)
     if found is None:
         steps = ", ".join(str(item.step) for item in there) or "none"
         raise CheckpointInvalid(f"{store.uri} has no checkpoint {which!r}; steps there: {steps}")
-    return found
+    return found, []
 
 
 def _row(item: Checkpoint | Rejected) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def require_job(uri: str, name: str) -> JobRecord:
 
 
 def _verified(store: CheckpointStore, which: str) -> Checkpoint:
-    checkpoint = commands.pick(store, which)
+    checkpoint = commands.pick(store, which)[0]
     store.verify(checkpoint)
     return checkpoint
 

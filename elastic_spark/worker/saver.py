@@ -152,6 +152,10 @@ class Saver:
             time.sleep(0.01)
         if self._durable_step == state.step or state.step < 1:
             return
+        if state.is_dirty:
+            reason = "the function stepped an optimizer after its last commit, so its end is not a state of the job"
+            self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
+            return
         self.token += "-end"  # of a write that failed, or of a part, the old one is used
         self._submit(state, "the end of training")
         self._written.wait(max(0.0, deadline - time.monotonic()))

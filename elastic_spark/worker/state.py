@@ -112,6 +112,11 @@ class ElasticState(State):  # type: ignore[misc]
         """Whether this process holds the job's state: it was in a sync, received it whole, or loaded a checkpoint."""
         return self._synced
 
+    @property
+    def is_dirty(self) -> bool:
+        """Whether an optimizer has stepped since the last commit."""
+        return self._optimizer_steps > 0
+
     def let_go(self) -> None:
         """What it holds counts no more, its snapshot neither: the next world starts from a checkpoint."""
         self.settle()
@@ -280,7 +285,7 @@ class ElasticState(State):  # type: ignore[misc]
                 collective.reset_optimizer_handles(item)
                 _drop_gradients(item)
         self.settle()
-        if self._optimizer_steps and self._snapshot is not None:
+        if self.is_dirty and self._snapshot is not None:
             self.put_back(self._snapshot.body["state"], self._snapshot.tensors)
             return
         self._buffers.put_back()
