@@ -530,7 +530,7 @@ def test_transform_keeps_everything_else(spark, by_pandas, monkeypatch):
     fields = [*_parse_datatype_string(schema).fields, StructField("vec", VectorUDT())]
     frame = spark.createDataFrame(data, StructType(fields)).repartition(2)
     if by_pandas:
-        monkeypatch.delattr(inference.F, "arrow_udf")
+        monkeypatch.delattr(inference.F, "arrow_udf", raising=False)
     scored = model.transform(frame)
     assert scored.columns == [*frame.columns, "prediction"]
     assert dict(scored.dtypes)["prediction"] == "array<float>"

@@ -101,7 +101,9 @@ def _whole(column: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _tensor(name: str, width: int, column: pa.Array) -> torch.Tensor:
-    """A column without nulls: [n], or [n, width]."""
+    """A column without nulls: [n], or [n, width]. Where all were null pandas has kept no type."""
+    if not len(column):
+        return torch.empty((0, width) if width else (0,))
     if _is_list(column) != bool(width):
         raise DataError(f"feature {name!r} is {column.type}; the model was trained on {width or 'no'} items in a row")
     if not width:
