@@ -100,7 +100,7 @@ class ElasticState(State):  # type: ignore[misc]
         self._copying: LateCopy | None = None
         self._may_be_late = True
         self._costs_s = deque([0.0], maxlen=3)  # of the last snapshots; the first one makes its memory, and says little
-        self._snapshot_at = 0.0
+        self._snapshot_at = self._snapshot_due_at = 0.0
         self._random, self._buffers = marks.RandomMarks(), marks.BufferMarks(self._objects.values())
         self._synced = False
         tree.flatten(self._attributes(), "attributes")  # refuse at once what could not be kept
@@ -185,8 +185,7 @@ class ElasticState(State):  # type: ignore[misc]
         return {name: getattr(self, name) for name in self._names}
 
     def _maybe_snapshot(self, *, late: bool = False) -> None:
-        earliest = self._snapshot_at + median_low(self._costs_s) / SNAPSHOT_BUDGET
-        if self._snapshot is None or (time.monotonic() >= earliest and session().memory_is_there):
+        if self._snapshot is None or (time.monotonic() >= self._snapshot_due_at and session().memory_is_there):
             self._take_snapshot(late=late)
 
     def _take_snapshot(self, *, late: bool = False) -> None:
@@ -201,6 +200,7 @@ class ElasticState(State):  # type: ignore[misc]
         self._copying = self._snapshot.late
         self._snapshot_at = time.monotonic()
         self._costs_s.append(self._snapshot_at - started)
+        self._plan_next()
         if self._copying is None:
             self._whole = self._snapshot
 
@@ -216,6 +216,10 @@ class ElasticState(State):  # type: ignore[misc]
             print(f"elastic_spark: {torn}; the next snapshot will hold up the loop instead", flush=True)
             self._snapshot, self._may_be_late = self._whole, False
         self._costs_s[-1] += copying.seconds
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        self._snapshot_due_at = self._snapshot_at + median_low(self._costs_s) / SNAPSHOT_BUDGET
 
     # --------------------------------------------------------------------------------- capture and putting back
 
