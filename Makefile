@@ -20,17 +20,8 @@ RUN = env PATH="$(abspath $(VENV))/bin:$$PATH" $$(test -s $(VENV)/java-home && e
 demo: setup
 	@$(RUN) python jobs/demo.py $(ARGS)
 
-# Tests of what keeps no time run beside the others, with a lower priority: they are shown when they have ended.
-BESIDE = tests/core $(patsubst %,tests/test_%.py,checkpoint checkpoint_faults checkpoint_s3 conf config estimator freeze \
-  lane_worlds late marks memory reader report resume_worlds sampler)
 test: setup
-ifeq ($(strip $(ARGS)),)
-	@mkdir -p build; $(RUN) nice -n 10 python -m pytest $(BESIDE) >build/beside.txt 2>&1 & beside=$$!; \
-	  trap 'kill $$beside' INT TERM; $(RUN) python -m pytest $(addprefix --ignore=,$(BESIDE)); code=$$?; \
-	  wait $$beside || code=$$?; cat build/beside.txt; exit $$code
-else
 	@$(RUN) python -m pytest $(ARGS)
-endif
 
 # The oldest releases of what it is used with, in an environment of its own.
 COMPAT = tests/core tests/test_tracking.py tests/test_tracking_parts.py tests/test_checkpoint.py tests/test_freeze.py \

@@ -60,6 +60,7 @@ class Saver:
     def begin(self, generation: int, token: str, durable_at: float) -> None:
         """A new generation; what is safe in a checkpoint, whoever wrote it, was current at ``durable_at``."""
         self.generation, self.token = generation, token
+        self._durable_step = -1  # what was saved may have been undone
         if not self._writer.busy:
             self._saved_at = durable_at
 
@@ -67,7 +68,7 @@ class Saver:
         now = time.monotonic()
         self._step_s = max(now - self._committed_at, 0.9 * self._step_s)  # the next may be as long as any lately
         step_s, self._committed_at = self._step_s, now
-        cost_s = median_low(at_commit + (late.seconds if late else 0.0) for at_commit, late in self._costs)
+        cost_s = median_low(at_commit + (after.seconds if after else 0.0) for at_commit, after in self._costs)
         wanted, reason = due(
             now,
             self._saved_at,

@@ -192,37 +192,6 @@ def test_a_result_that_cannot_be_read_is_a_failure_that_says_so(job: Job) -> Non
     assert job.events(ev.JobFinished)[-1].status == "FAILED"
 
 
-def test_who_catches_a_failed_collective_is_told_whose_it_is(job: Job) -> None:
-    def swallows() -> None:
-        import horovod.torch as hvd
-        import torch
-        from horovod.common.exceptions import HorovodInternalError
-
-        model = torch.nn.Linear(4, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-        state = es.ElasticState(model=model, optimizer=optimizer)
-
-        @hvd.elastic.run
-        def loop(state: es.ElasticState) -> None:
-            while True:
-                optimizer.zero_grad()
-                model(torch.ones(2, 4)).mean().backward()
-                try:
-                    optimizer.step()
-                except HorovodInternalError:
-                    continue
-                time.sleep(0.02)
-                state.commit()
-
-        loop(state)
-
-    job.run(swallows, num_proc=2, reset_limit=3)
-    world = job.wait_world(2)
-    job.kill_worker(world[0])
-    with pytest.raises(UserCodeFailed, match=r"it is for @hvd\.elastic\.run"):
-        job.done(limit_s=150.0)
-
-
 def test_a_job_is_held_by_one_call_at_a_time(job: Job) -> None:
     job.count(epochs=4)
     job.wait_world(3)
