@@ -125,7 +125,9 @@ def test_a_write_that_failed_has_saved_nothing(rank: Rank, monkeypatch: pytest.M
     old = time.monotonic() - 20.0
     rank.saver.begin(1, "t", old)
     rank.commit()
+    deadline = time.monotonic() + 30.0
     while rank.saver._writer.busy:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert rank.saver._saved_at == old
     rank.commit()
