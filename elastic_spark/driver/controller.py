@@ -25,21 +25,19 @@ from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
 from elastic_spark.core.guard import Guard, told
 from elastic_spark.core.lanes import LanePlan
-from elastic_spark.core.ledger import Ledger, Report
+from elastic_spark.core.ledger import Ledger
 from elastic_spark.driver import discovery
 from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.journal import Journal
 from elastic_spark.driver.lanes import Lanes
-from elastic_spark.driver.peers import Peers, agent_news, assignments, refuse, reports, worker_news
-from elastic_spark.driver.rendezvous import Rendezvous
-from elastic_spark.errors import StorageFailed, UserCodeFailed
+from elastic_spark.driver.peers import Peers, agent_news, refuse, reports, worker_news
+from elastic_spark.driver.worlds import Worlds
+from elastic_spark.errors import UserCodeFailed
 from elastic_spark.transport import Address, Connection, Message, Server
 
 #: How long a lost connection waits for the agent's word on how the process ended.
 EXIT_GRACE_S = 0.3
 FAREWELL_S = 3.0
-#: A world that takes longer to meet is told, with those who hold it up. It takes tenths of a second.
-MEET_S = 3.0
 _log = logging.getLogger(__name__)
 
 
@@ -81,7 +79,6 @@ class Controller:
         on_notice: Callable[[str], None],
         read: Callable[[Sequence[bytes | None]], list[Any]] = list,
     ) -> None:
-        self._key, self._host, self._seed = key, host, seed
         self._journal = journal
         self._members_path, self._published = members_path, 0
         self._worker_output, self._on_generation = worker_output, on_generation
@@ -99,9 +96,6 @@ class Controller:
         self._peers = Peers()
         self._results: dict[str, bytes] = {}
         self._warned: set[str] = set()
-        self._opened_at = (0, 0.0)  # generation and time
-        self._durable_at = self._now()  # when the state that is safe in a checkpoint was current
-        self._found: dict[str, tuple[str, int, list[Report]]] = {}
         self._checkpoints = DriverCheckpoints(
             store,
             job_id=job_id,
@@ -114,7 +108,20 @@ class Controller:
         )
         self._commits: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[Any]] = set()
-        self._rendezvous = Rendezvous(host)
+        self._worlds = Worlds(
+            host,
+            seed=seed,
+            read_limit_s=options.elastic_timeout,
+            peers=self._peers,
+            lanes=self._lanes,
+            ledger=self._ledger,
+            checkpoints=self._checkpoints,
+            job=lambda: self._job,
+            turn=self._turn,
+            append=self._take_down,
+            now=self._now,
+            formed=self._formed,
+        )
         self._server = Server(host, key, opened=self._opened, received=self._received, closed=self._closed)
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
@@ -192,11 +199,11 @@ class Controller:
                 self._turn(core.Tick(self._ledger.committed))
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
                 self._consider_speed()
-                self._name_who_is_waited_for()
+                self._worlds.name_who_is_waited_for()
                 await asyncio.sleep(core.TICK_S)
             await self._farewell()
         finally:
-            await self._rendezvous.close_all()
+            await self._worlds.close()
             await self._server.stop()
 
     def _now(self) -> float:
@@ -216,18 +223,7 @@ class Controller:
             self._journal.append(fact)
             self._turn(core.Unbalanced(fact.generation))
 
-    def _name_who_is_waited_for(self) -> None:
-        """Said once of a generation that does not meet; what follows is decided by the core's limits."""
-        generation, since = self._opened_at
-        if self._job.generation != generation or self._job.ran_at is not None or self._now() < since + MEET_S:
-            return
-        waited = self._rendezvous.waited_for(generation)
-        if waited:
-            self._opened_at = (0, 0.0)
-            message = f"workers have waited for {', '.join(waited)} for {MEET_S:g} s to form their world"
-            self._journal.append(ev.Warned(at=self._now(), message=message, where=f"generation {generation}"))
-
-    def _take_down(self, facts: list[ev.Event]) -> None:
+    def _take_down(self, facts: Sequence[ev.Event]) -> None:
         for fact in facts:
             self._journal.append(fact)
             for alarm in self._guard.add(fact):
@@ -293,7 +289,7 @@ class Controller:
         if agent is not None:
             self._turn(core.AgentDown(agent, "its connection ended"))
         elif worker is not None:
-            self._found.pop(worker, None)
+            self._worlds.forget(worker)
             self._loop.call_later(EXIT_GRACE_S, self._turn, core.WorkerDown(worker, "process died", "connection ended"))
 
     def _received(self, connection: Connection, message: Message, blob: bytes) -> None:
@@ -331,7 +327,7 @@ class Controller:
                 taken = {"type": "taken", "generation": message["generation"], "count": len(told_of)}
                 self._peers.tell_worker(worker, taken)
             case "ready":
-                self._found[worker] = message["of"], message["generation"], reports(message["reports"])
+                self._worlds.found(worker, message["of"], message["generation"], reports(message["reports"]))
             case "checkpoint":
                 self._commit_checkpoint(worker, message)
             case "plan_parts":
@@ -361,7 +357,7 @@ class Controller:
 
         async def commit() -> None:
             if await self._checkpoints.commit(part, message["fields"], world_size=size, seconds=seconds):
-                self._durable_at = max(self._durable_at, current_at)
+                self._worlds.durable(current_at)
 
         task = self._spawn(commit())
         self._commits.add(task)
@@ -382,7 +378,7 @@ class Controller:
         """Through the agent, which can kill a stopped process, and directly, for where the agent is cut off."""
         self._peers.tell_agent(effect.agent, {"type": "kill", "worker": effect.worker})
         self._peers.fence(effect.worker, "declared lost")
-        self._found.pop(effect.worker, None)
+        self._worlds.forget(effect.worker)
 
     def _do_release(self, effect: core.Release) -> None:
         self._peers.release(effect.agent, effect.reason)
@@ -399,89 +395,14 @@ class Controller:
         self._peers.tell_worker(effect.worker, {"type": "save"})
 
     def _do_break(self, effect: core.BreakGeneration) -> None:
-        self._rendezvous.cancel(effect.generation)
-        addresses = self._rendezvous.addresses(effect.generation)
-        abort = {"type": "abort", "generation": effect.generation, "addresses": addresses}
-        for worker in effect.workers:
-            self._peers.tell_worker(worker, abort)
+        self._worlds.break_up(effect.generation, effect.workers)
 
     def _do_form(self, effect: core.Form) -> None:
-        self._spawn(self._form(effect))
+        self._spawn(self._worlds.form(effect))
 
-    async def _checkpoint_for(self, effect: core.Form) -> Checkpoint | None:
-        """What the generation starts from, where its members do not hold the state themselves. To read it whole may
-        take long, and storage may be away for a while."""
-        if not effect.restore:
-            return None
-        limit_s = self._job.options.elastic_timeout
-        deadline = self._now() + limit_s
-        while True:
-            reading = asyncio.ensure_future(self._choose(effect))
-            while not (await asyncio.wait({reading}, timeout=1.0))[0] and self._now() < deadline:
-                self._turn(core.Reading(effect.generation))
-            try:
-                if reading.done():
-                    return reading.result()
-                why = "it takes longer"
-            except StorageFailed as error:
-                why = str(error)
-            if self._now() >= deadline or self._over.is_set():
-                reading.cancel()
-                message = f"no checkpoint could be read to go on from within elastic_timeout={limit_s:g} s: {why}"
-                self._turn(core.Fault("StorageFailed", message))
-                return None
-            await asyncio.sleep(1.0)
-            self._turn(core.Reading(effect.generation))
-
-    async def _choose(self, effect: core.Form) -> Checkpoint | None:
-        if effect.before is None:
-            return await self._checkpoints.newest(effect.generation)
-        self._suspect = None
-        good = await self._checkpoints.good_before(effect.before, effect.generation)
-        if good is None:
-            why = f"{effect.cause}; there is no good checkpoint of a step before {effect.before} to go back to"
-            self._turn(core.Fault("GuardStopped", why))
-        return good
-
-    async def _form(self, effect: core.Form) -> None:
-        restored = await self._checkpoint_for(effect)
-        if self._job.generation != effect.generation or self._job.ended is not None:
-            return  # all were lost while the checkpoint was verified: a later generation has been decided
-        step = restored.step if restored is not None else max(0, effect.step)
-        finder, from_memory = effect.members[0], effect.found > step
-        if from_memory:
-            step, restored = effect.found, None
-            self._ledger.find(*self._found.get(finder, ("", 0, [])))
-        elif effect.restore:
-            self._durable_at = self._now()
-        await self._rendezvous.open(effect.generation, effect.members)
-        self._opened_at = (effect.generation, self._now())
-        environments = self._rendezvous.environment(effect.generation)
-        lanes = self._lanes.begin(effect.generation, effect.members, self._now())
-        self._take_down(self._ledger.begin(effect.generation, effect.members, step, effect.cause, self._now()))
-        formed = ev.GenerationFormed(
-            at=self._now(),
-            generation=effect.generation,
-            members=effect.members,
-            joined=effect.joined,
-            lost=effect.lost,
-            left=effect.left,
-            cause=effect.cause,
-            source=effect.members[0],
-            step=step,
-            restored_from=f"memory:{finder}" if from_memory else restored.uri if restored is not None else None,
-            lanes={name: [owned[worker] for worker in effect.members] for name, owned in lanes.items()},
-        )
-        self._take_down([formed])
-        restore = restored.uri if restored is not None else None
-        safe = {"durable_s": self._now() - self._durable_at}
-        common = {"restore": restore, "memory": from_memory, "step": step, "seed": self._seed, **safe}
-        for worker, message in assignments(effect.generation, effect.members, environments, lanes, common):
-            self._peers.tell_worker(worker, message)
-        for old in range(max(1, effect.generation - 3), effect.generation):
-            self._rendezvous.close(old)
-        if self._job.broken and self._job.generation == effect.generation:
-            self._do_break(core.BreakGeneration(effect.generation, effect.members))  # broken before it was open
+    def _formed(self, effect: core.Form) -> None:
+        if effect.before is not None:
+            self._suspect = None  # it was rolled back
         self._on_generation(effect.generation, effect.cause, len(effect.members))
 
     async def _distrust(self, step: int) -> None:
