@@ -21,11 +21,13 @@ DRAWS = {
     "nothing": lambda: None,
     "torch": lambda: torch.rand(1),
     "python": lambda: random.random(),
+    "python normal": lambda: random.gauss(),  # every second one is left over here, too
+    "python seed": lambda: random.seed(3),
 }
 
 
 def drawn():
-    return np.random.randn(3).tolist(), np.random.rand(), torch.rand(2).tolist(), random.random()
+    return np.random.randn(3).tolist(), np.random.rand(), torch.rand(2).tolist(), random.gauss(), random.random()
 
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), st.lists(st.sampled_from(sorted(DRAWS)), max_size=6))
@@ -48,9 +50,20 @@ def test_a_generator_goes_back_to_where_the_last_mark_was(before, after):
 def test_what_has_not_been_used_is_not_copied_again(monkeypatch):
     np.random.seed(1)
     kept = marks.RandomMarks()
-    first = kept.take()["numpy"]
+    first = kept.take()
     monkeypatch.setattr(np.random, "get_state", lambda **_: pytest.fail("it was copied"))
-    assert kept.take()["numpy"] is first
+    monkeypatch.setattr(random, "getstate", lambda: pytest.fail("it was copied"))
+    again = kept.take()
+    assert again["numpy"] is first["numpy"]
+    assert again["python"] is first["python"]
+
+
+def test_a_python_whose_words_are_not_found_is_asked_each_time(monkeypatch):
+    monkeypatch.setattr(marks, "_address_of_python_words", lambda: None)
+    kept = marks.RandomMarks()
+    assert kept.take()["python"] == random.getstate()
+    random.random()
+    assert kept.take()["python"] == random.getstate()
 
 
 def test_another_bit_generator_is_kept_as_it_is():

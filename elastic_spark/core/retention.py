@@ -20,7 +20,7 @@ def due(
     budget: float = 0.01,
     write_s: float = 0.0,
 ) -> tuple[bool, str]:
-    """Whether a checkpoint is to be taken at this commit, and why (the bound that decides is named).
+    """Whether a checkpoint is to be taken at this commit, and if so why (the bound that decides is named).
 
     All in seconds by one clock. ``last_save_at``: when the state last saved was current.
     ``cost_s``: training time that one save takes away. ``step_s``: until the next commit, the next chance.
@@ -35,14 +35,14 @@ def due(
     elapsed = now - last_save_at
     wanted = max(AIM * rpo_target_s - write_s - step_s, 0.0)
     allowed = cost_s / budget if budget > 0 else math.inf if cost_s > 0 else 0.0
+    if elapsed < max(wanted, allowed):
+        return False, ""
     if allowed > wanted:
-        bound = (
+        return True, (
             f"ckpt_budget binds: a save costs {cost_s:.3g} s, so one in {allowed:.3g} s; "
             f"RPO is {allowed + write_s + step_s:.3g} s, over rpo_target_s = {rpo_target_s:g}"
         )
-    else:
-        bound = f"rpo_target_s = {rpo_target_s:g} binds: one save in {wanted:.3g} s"
-    return elapsed >= max(wanted, allowed), bound
+    return True, f"rpo_target_s = {rpo_target_s:g} binds: one save in {wanted:.3g} s"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import hashlib
 import random
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn.modules import module as registry
 from elastic_spark.worker import tree
 
 _PLAIN = (bool, int, float, str, type(None))
+_PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
 _MT19937_BYTES = 625 * 4  # the key's 624 words and the position
 
 _registrations = 0
@@ -41,10 +43,22 @@ class RandomMarks:
     def __init__(self) -> None:
         self._numpy: Any = None
         self._bits: Any = None
+        self._at = 0  # the address of its words
         self._words = b""
+        self._python: Any = None
+        self._python_at, self._python_words = _address_of_python_words(), b""
 
     def take(self) -> dict[str, Any]:
-        return {"torch": torch.get_rng_state(), "numpy": self._take_numpy(), "python": random.getstate()}
+        return {"torch": torch.get_rng_state(), "numpy": self._take_numpy(), "python": self._take_python()}
+
+    def _take_python(self) -> Any:
+        """To make its tuple of 625 numbers takes longer than to see that none has changed."""
+        if self._python_at is None:
+            return random.getstate()
+        words = ctypes.string_at(self._python_at, _MT19937_BYTES)
+        if words != self._python_words or self._python[2] != _PYTHON.gauss_next:
+            self._python, self._python_words = random.getstate(), words
+        return self._python
 
     def _take_numpy(self) -> Any:
         """A draw moves the generator's words, save one that is taken from a pair of normal numbers drawn before; so
@@ -54,13 +68,22 @@ class RandomMarks:
             return self._numpy
         state = np.random.get_state(legacy=True)
         kind, _, _, left, _ = state
-        self._numpy, self._bits = None, bits
+        self._numpy, self._bits, self._at = None, bits, bits.ctypes.state_address
         if kind == "MT19937" and not left:
             self._numpy, self._words = state, self._read()
         return state
 
     def _read(self) -> bytes:
-        return ctypes.string_at(self._bits.ctypes.state_address, _MT19937_BYTES)
+        return ctypes.string_at(self._at, _MT19937_BYTES)
+
+
+def _address_of_python_words() -> int | None:
+    """Where Python's generator keeps its position and words: looked for in its memory, and None where they are not
+    found there as `random.getstate` tells them."""
+    *key, position = random.getstate()[1]
+    words = struct.pack("=i624I", position, *key)
+    offset = ctypes.string_at(id(_PYTHON), _PYTHON.__sizeof__()).find(words)
+    return id(_PYTHON) + offset if offset >= 0 else None
 
 
 class BufferMarks:
@@ -71,15 +94,17 @@ class BufferMarks:
         self._modules = [item for item in objects if isinstance(item, torch.nn.Module)]
         self._seen = -1
         self._holders: list[dict[str, torch.Tensor | None]] = []  # the buffers of each module, by name
+        self._filled: list[dict[str, torch.Tensor | None]] = []  # those that are not empty; most are
         self._kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
 
     def take(self) -> None:
         if self._seen != _registrations:
             self._seen = _registrations
             self._holders = [part._buffers for whole in self._modules for part in whole.modules()]
+            self._filled = [holder for holder in self._holders if holder]
         self._kept = [
             (holder, name, buffer, buffer.detach().clone() if buffer is not None else None)
-            for holder in self._holders
+            for holder in self._filled
             for name, buffer in holder.items()
         ]
 

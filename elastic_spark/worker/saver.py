@@ -47,8 +47,10 @@ class Saver:
         self._saved_at = self._saved_before = 0.0  # when the state that was saved last was current, and the one before
         self._durable_step = -1
         self._planned = (0, 0)  # generation and step of the last plan
-        self._costs = deque[tuple[float, LateCopy | None]]([(0.0, None)], maxlen=3)  # seconds at a commit, and after it
-        self._late: LateCopy | None = None
+        self._costs = deque([0.0], maxlen=3)  # of the last saves, in seconds of training
+        self._cost_s = 0.0  # the middle one
+        self._held_up_s = 0.0  # the present save: at its commit
+        self._late: LateCopy | None = None  # and after it
         self._write_s = 0.0
         self._step_s = 0.0
         self._committed_at = time.monotonic()
@@ -68,15 +70,14 @@ class Saver:
         now = time.monotonic()
         self._step_s = max(now - self._committed_at, 0.9 * self._step_s)  # the next may be as long as any lately
         step_s, self._committed_at = self._step_s, now
-        cost_s = median_low(at_commit + (after.seconds if after else 0.0) for at_commit, after in self._costs)
         wanted, reason = due(
             now,
             self._saved_at,
-            cost_s,
+            self._cost_s,
             step_s,
             rpo_target_s=self._rpo_target_s,
             budget=self._budget,
-            write_s=cost_s + self._write_s,
+            write_s=self._cost_s + self._write_s,
         )
         if not (wanted or asked) or (self.generation, state.step) < self._planned:
             return
@@ -121,10 +122,12 @@ class Saver:
         meta = {"state": body, **extra} if part == 0 else extra
         token = f"{self.token}-{state.step}"
         self._saved_before, self._saved_at = self._saved_at, now
-        self._costs.append((time.monotonic() - now, self._late))
+        self._held_up_s = time.monotonic() - now
         self._writer.submit(state.step, tensors, meta, token, part=part, parts=parts, ready=snapshot.late)
 
     def _done(self, outcome: WriteOutcome) -> None:
+        self._costs.append(self._held_up_s + (self._late.seconds if self._late is not None else 0.0))
+        self._cost_s = median_low(self._costs)
         self._write_s = max(outcome.seconds, 0.9 * self._write_s)  # storage is not always as fast as it can be
         self._memory.release()
         with contextlib.suppress(ProtocolError):

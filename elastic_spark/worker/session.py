@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from elastic_spark.errors import ProtocolError, StorageFailed
 from elastic_spark.transport import Channel, Message
 from elastic_spark.worker import collective
 from elastic_spark.worker.collective import Assignment, Leave
+from elastic_spark.worker.commits import Commit
 from elastic_spark.worker.memory import Snapshot, SnapshotMemory, read_newest
 from elastic_spark.worker.saver import Saver
 
@@ -51,7 +52,7 @@ class WorkerSession:
         self._begun_at = 0.0
         self._place: Assignment | None = None
         self._state: ElasticState | None = None
-        self._reports: list[Report] = []  # to be sent
+        self._commits: list[Commit] = []  # to be sent
         self._unconfirmed: deque[Report] = deque()  # sent; the driver may not have read them
         self._values: Mapping[str, float] = {}
         self._reporting, self._flushing = threading.Lock(), threading.Lock()
@@ -181,15 +182,16 @@ class WorkerSession:
         self._restored = generation
         return first
 
-    def committed(self, reports: Iterable[Report]) -> None:
+    def committed(self, commit: Commit) -> None:
         with self._reporting:
-            self._reports.extend(reports)
-            self._values = self._reports[-1].values
+            self._commits.append(commit)
+        self._values = commit.values
 
     def _flush(self) -> None:
         with self._flushing:
             with self._reporting:
-                sending, self._reports = self._reports, []
+                sending = [report for commit in self._commits for report in commit.reports()]
+                self._commits = []
                 self._unconfirmed.extend(sending)
             if sending:
                 items = [_as_items(report) for report in sending]
@@ -209,7 +211,8 @@ class WorkerSession:
         named in ``late`` it is made later. What was found there from before is given up: this worker is in a world,
         and its state is newer."""
         with self._reporting:
-            reports = [_as_items(report) for report in (*self._unconfirmed, *self._reports)]
+            waiting = [report for commit in self._commits for report in commit.reports()]
+            reports = [_as_items(report) for report in (*self._unconfirmed, *waiting)]
         origin = {"worker": self.config["worker"], "generation": self._generation}
         whole = {"state": body, "reports": reports, **origin}
         snapshot = self._memory.write(step, whole, tensors, late)

@@ -30,17 +30,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from elastic_spark.core.ledger import Report
 from elastic_spark.errors import StateDiverged
 from elastic_spark.worker import collective, marks, tree
 from elastic_spark.worker.collective import Assignment
+from elastic_spark.worker.commits import Commit, Drawn
 from elastic_spark.worker.late import LateCopy, Torn, stepped
 from elastic_spark.worker.memory import Snapshot
 from elastic_spark.worker.pace import StepClock
@@ -55,15 +55,6 @@ SNAPSHOT_BUDGET = 0.0025
 #: A snapshot that takes longer than this many seconds is made while training goes on.
 LATE_FROM_S = 0.005
 _CHUNK = 64 << 20
-
-
-class Drawn(NamedTuple):
-    """A batch that was handed to the loop: ``row_hash`` is of the ids of this worker's ``rows``."""
-
-    epoch: int
-    offset: int
-    rows: int
-    row_hash: int
 
 
 class ElasticState(State):  # type: ignore[misc]
@@ -137,30 +128,14 @@ class ElasticState(State):  # type: ignore[misc]
     def save(self, **values: float) -> None:
         """`commit` without looking for changes of the world."""
         self.settle()
-        steps = max((len(drawn) for drawn in self._drawn.values()), default=0) or 1
-        at = time.time()
-        own_s, wait_s = self._clock.take()
-        reports = []
-        for i in range(steps):
-            taken = {name: drawn[i] for name, drawn in self._drawn.items() if i < len(drawn)}
-            reports.append(
-                Report(
-                    step=self.step + i + 1,
-                    at=at,
-                    rows=sum(batch.rows for batch in taken.values()),
-                    cursors={name: (batch.epoch, batch.offset) for name, batch in taken.items()},
-                    values={name: float(value) for name, value in values.items()} if i == steps - 1 else {},
-                    own_s=own_s / steps,
-                    wait_s=wait_s / steps,
-                    hashes={name: drawn[i].row_hash for name, drawn in self._drawn.items() if i < len(drawn)},
-                )
-            )
-        self.step += steps
+        taken = {name: float(value) for name, value in values.items()}
+        commit = Commit(self.step, time.time(), self._drawn, taken, *self._clock.take())
+        self.step += commit.steps
         for name, drawn in self._drawn.items():
             self._cursors[name] = (drawn[-1].epoch, drawn[-1].offset + 1)
         looping = bool(self._drawn)
         self._mark()
-        session().committed(reports)
+        session().committed(commit)
         self._maybe_snapshot(late=looping)
         session().consider_checkpoint(self, late=looping)
 

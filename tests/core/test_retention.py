@@ -21,11 +21,11 @@ def test_time_until_durable_counts_into_the_rpo():
 
 
 def test_budget_binds_where_a_save_is_dear_and_says_what_rpo_remains():
-    is_due, reason = due(149.0, 100.0, 0.5, 1.0, write_s=2.0)
-    assert not is_due
+    assert not due(149.0, 100.0, 0.5, 1.0, write_s=2.0)[0]
+    is_due, reason = due(150.0, 100.0, 0.5, 1.0, write_s=2.0)
+    assert is_due
     assert "ckpt_budget binds" in reason
     assert "RPO is 53 s, over rpo_target_s = 10" in reason
-    assert due(150.0, 100.0, 0.5, 1.0, write_s=2.0)[0]
 
 
 def test_no_budget_at_all_means_never_unless_saving_is_free():
