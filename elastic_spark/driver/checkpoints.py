@@ -6,14 +6,16 @@ What may block, committing and verifying, runs in one thread of its own; facts a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
 from elastic_spark.core import events as ev
+from elastic_spark.driver.lane import Lane
+from elastic_spark.errors import CheckpointError, StorageFailed
 
-T = TypeVar("T")
+#: A manifest is tried so often, so many seconds apart; each try may take so long. Training does not wait for it.
+COMMIT_TRIES, COMMIT_AGAIN_S, ANSWER_S = 3, 1.0, 60.0
 
 
 class DriverCheckpoints:
@@ -41,13 +43,18 @@ class DriverCheckpoints:
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
         self._only_good, self._undone = only_good, 0
-        self._suspect: int | None = None
+        self._alarmed: int | None = None  # the first step that an alarm since the last roll-back speaks of
+        self._refused: int | None = None  # no state of this step or a later one is taken in any more
+        self._choosing = asyncio.Lock()
+        self.best = resumed.step if resumed is not None else -1  # the newest step that is safe
         self._waiting: dict[tuple[int, str], dict[int, tuple[WrittenPart, Mapping[str, Any]]]] = {}
         self._job_id = job_id
         self._identity = {"job_id": job_id, **noted}
         self._append, self._now = append, now
         self._parent: str | None = resumed.name if resumed is not None else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._thread, self._pruner = Lane("checkpoints"), Lane("old checkpoints")
+        self._superfluous = False  # there may be some to delete
+        self._pruning: asyncio.Task[None] | None = None
 
     async def commit(self, part: WrittenPart, fields: Mapping[str, Any], *, world_size: int, seconds: float) -> bool:
         """Take in a part that took ``seconds`` to write. With the last one of its set: write the manifest, then delete
@@ -57,14 +64,8 @@ class DriverCheckpoints:
         What a world has written that was rolled back meanwhile does not count. Storage that fails does not stop
         training: the log says so. Returns whether there is a checkpoint of it now.
         """
-        if fields["generation"] <= self._undone:
-            self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason="its world was rolled back"))
-            return False
         parts, fields = self._gather(part, fields)
         if not parts:
-            return False
-        if self._suspect is not None and part.step >= self._suspect:
-            self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=_untrusted(self._suspect)))
             return False
         whole = {
             **fields,
@@ -74,11 +75,12 @@ class DriverCheckpoints:
             "created_unix": self._now(),
         }
         try:
-            done = await self._in_thread(lambda: self._store.commit(part.step, part.token, parts, fields=whole))
+            done = await self._write_manifest(parts, whole)
         except Exception as error:
             self._append(ev.CheckpointSkipped(at=self._now(), step=part.step, reason=str(error)))
             return False
-        self._parent = done.name
+        if done.step >= self.best:
+            self._parent, self.best = done.name, done.step
         self._append(
             ev.CheckpointWritten(
                 at=self._now(),
@@ -90,11 +92,54 @@ class DriverCheckpoints:
                 world_size=world_size,
             )
         )
-        try:
-            await self._in_thread(lambda: self._store.prune(self._keep, job_id=self._job_id))
-        except Exception as error:
-            self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+        self._superfluous = True
+        if self._pruning is None or self._pruning.done():
+            self._pruning = asyncio.create_task(self._prune())
         return True
+
+    async def _write_manifest(self, parts: Sequence[WrittenPart], whole: Mapping[str, Any]) -> Checkpoint:
+        tries = 0
+        while True:
+            tries += 1
+            if why := self._undone_or_refused(parts[0].step, whole["generation"]):
+                raise CheckpointError(why)
+            try:
+                return await self._thread(
+                    lambda: self._store.commit(parts[0].step, parts[0].token, parts, fields=whole), ANSWER_S
+                )
+            except TimeoutError:
+                raise StorageFailed(f"storage has not answered for {ANSWER_S:g} s") from None
+            except StorageFailed:
+                if tries == COMMIT_TRIES:
+                    raise
+            await asyncio.sleep(COMMIT_AGAIN_S)
+
+    def _undone_or_refused(self, step: int, generation: int) -> str:
+        if generation <= self._undone:
+            return "its world was rolled back"
+        return _untrusted(self._refused) if self._refused is not None and step >= self._refused else ""
+
+    async def _prune(self) -> None:
+        """Beside commits, as it reads a checkpoint whole before an older one goes; but never while one is chosen."""
+        while self._superfluous:
+            self._superfluous = False
+            try:
+                async with self._choosing:
+                    await self._pruner(lambda: self._store.prune(self._keep, job_id=self._job_id))
+            except Exception as error:
+                self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+
+    async def finish(self, limit_s: float) -> None:
+        """No commit comes any more. Storage that does not answer within ``limit_s`` seconds is not waited for."""
+        pruning, self._pruning = self._pruning, None
+        if pruning is not None:
+            await asyncio.wait({pruning}, timeout=limit_s)
+            pruning.cancel()
+
+    def close(self) -> None:
+        """No call comes any more; what is under way is not waited for."""
+        self._thread.close()
+        self._pruner.close()
 
     def _gather(self, part: WrittenPart, fields: Mapping[str, Any]) -> tuple[list[WrittenPart], dict[str, Any]]:
         """The set that ``part`` completes, by number, and its fields; nothing while parts of it are missing."""
@@ -117,25 +162,38 @@ class DriverCheckpoints:
         """What ``generation`` starts from, where nobody alive holds any state."""
         if generation == 1:
             return self._resumed  # verified already, before anything started
-        return await self._choose(lambda item: item.suspect if self._only_good else "")
+        async with self._choosing:
+            return await self._choose(lambda item: item.suspect if self._only_good else "")
 
     async def good_before(self, step: int, generation: int) -> Checkpoint | None:
         """What ``generation`` goes back to: the newest good one of a step below ``step``. Those after it are of a
         history that is undone with it; they are deleted, so that no later start can take them for the newest."""
         self._undone = generation - 1
-        found = await self._choose(lambda item: item.suspect or (_untrusted(step) if item.step >= step else ""))
-        if found is not None:
-            self._parent = found.name
-            await self._in_thread(lambda: self._discard_from(found.step + 1))
-        return found
+        async with self._choosing:  # nobody chooses one that is about to go
+            found = await self._choose(lambda item: item.suspect or (_untrusted(step) if item.step >= step else ""))
+            if found is not None:
+                self._parent, self.best, self._alarmed = found.name, found.step, None
+                await self._thread(lambda: self._discard_from(found.step + 1))
+            return found
 
-    async def distrust(self, step: int) -> None:
-        """The guard has ended the job: no later start may take a state of ``step`` or later for the newest."""
-        self._suspect = step
-        await self._in_thread(lambda: self._discard_from(step))
+    def alarmed(self, step: int) -> None:
+        """The guard does not trust the states from ``step`` on."""
+        self._alarmed = min(step, self._alarmed if self._alarmed is not None else step)
+
+    async def distrust(self) -> None:
+        """The guard has ended the job: no later start may take a state that it does not trust for the newest."""
+        step = self._refused = self._alarmed
+        if step is None:
+            return
+        try:
+            await self._thread(lambda: self._discard_from(step), ANSWER_S)
+        except Exception as error:
+            why = str(error) or f"storage has not answered for {ANSWER_S:g} s"
+            message = f"those of step {step} and later, which the guard does not trust, are still there: {why}"
+            self._append(ev.Warned(at=self._now(), where="checkpoints", message=message))
 
     async def _choose(self, refuse: Callable[[Checkpoint], str]) -> Checkpoint | None:
-        found, rejected = await self._in_thread(lambda: self._store.newest_valid(self._job_id, refuse=refuse))
+        found, rejected = await self._thread(lambda: self._store.newest_valid(self._job_id, refuse=refuse))
         if found is None and self._resumed is not None and self._resumed.job_id != self._job_id:
             reason = refuse(self._resumed)  # the checkpoint of another job, which this one began from
             found = self._resumed if not reason else None
@@ -147,13 +205,6 @@ class DriverCheckpoints:
         for item in self._store.list(self._job_id):
             if item.step >= step:
                 self._store.discard(item.step, item.token)
-
-    def close(self) -> None:
-        """No more work is taken; what is under way is not waited for."""
-        self._thread.shutdown(wait=False)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def _untrusted(step: int) -> str:

@@ -38,6 +38,8 @@ from elastic_spark.transport import Address, Connection, Message, Server
 #: How long a lost connection waits for the agent's word on how the process ended.
 EXIT_GRACE_S = 0.3
 FAREWELL_S = 3.0
+#: At the end commits that are under way, and then the deletion of old checkpoints, may take so long.
+STORAGE_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +94,6 @@ class Controller:
         )
         self._lanes = Lanes(plans, balance=balance)
         self._guard = Guard()
-        self._suspect: int | None = None  # the first step that an alarm since the last roll-back speaks of
         self._peers = Peers()
         self._results: dict[str, bytes] = {}
         self._warned: set[str] = set()
@@ -106,7 +107,7 @@ class Controller:
             append=journal.append,
             now=self._now,
         )
-        self._commits: set[asyncio.Task[None]] = set()
+        self._commits: dict[asyncio.Task[None], int] = {}  # those under way, of which step
         self._background: set[asyncio.Task[Any]] = set()
         self._worlds = Worlds(
             host,
@@ -227,7 +228,7 @@ class Controller:
         for fact in facts:
             self._journal.append(fact)
             for alarm in self._guard.add(fact):
-                self._suspect = min(self._suspect or alarm.suspect_from, alarm.suspect_from)
+                self._checkpoints.alarmed(alarm.suspect_from)
                 self._journal.append(alarm)
                 self._turn(core.Alarmed(alarm.generation, alarm.suspect_from, told(alarm)))
 
@@ -360,8 +361,8 @@ class Controller:
                 self._worlds.durable(current_at)
 
         task = self._spawn(commit())
-        self._commits.add(task)
-        task.add_done_callback(self._commits.discard)
+        self._commits[task] = part.step
+        task.add_done_callback(self._commits.pop)
 
     # ------------------------------------------------------------------------------------- doing what was decided
 
@@ -401,16 +402,7 @@ class Controller:
         self._spawn(self._worlds.form(effect))
 
     def _formed(self, effect: core.Form) -> None:
-        if effect.before is not None:
-            self._suspect = None  # it was rolled back
         self._on_generation(effect.generation, effect.cause, len(effect.members))
-
-    async def _distrust(self, step: int) -> None:
-        try:
-            await self._checkpoints.distrust(step)
-        except Exception as error:
-            message = f"those of step {step} and later, which the guard does not trust, are still there: {error}"
-            self._journal.append(ev.Warned(at=self._now(), where="checkpoints", message=message))
 
     def _do_end(self, effect: core.End) -> None:
         self._take_down(self._ledger.close(self._now()) if effect.ended.status == "FINISHED" else [])
@@ -431,10 +423,15 @@ class Controller:
         ended = self._job.ended
         if ended is not None and ended.status == "FINISHED":
             await self._read_values()
-        if ended is not None and ended.kind == "GuardStopped" and self._suspect is not None:
-            await self._distrust(self._suspect)
+        if ended is not None and ended.kind == "GuardStopped":
+            await self._checkpoints.distrust()
         if self._commits:
-            await asyncio.wait(self._commits, timeout=30.0)
+            _, late = await asyncio.wait(self._commits, timeout=STORAGE_S)
+            for task in late:
+                task.cancel()
+                reason = "storage had not answered when the job ended"
+                self._journal.append(ev.CheckpointSkipped(at=self._now(), step=self._commits[task], reason=reason))
+        await self._checkpoints.finish(STORAGE_S)
         self._peers.dismiss_all("the job has ended")
         if self._last_fact is not None:
             self._journal.append(self._last_fact)

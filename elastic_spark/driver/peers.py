@@ -106,9 +106,10 @@ def worker_news(worker: str, message: Message) -> core.Input | None:
         case "initialised":
             return core.Initialised(worker, message["generation"])
         case "user_error":
-            return core.UserError(worker, message["step"], message["at"], message["error"], message["traceback"])
-        case "collective_failed":
-            return core.WorkerDown(worker, "collective failed", message["error"])
+            said = {name: message[name] for name in ("step", "at", "error", "traceback", "kind")}
+            return core.UserError(worker, **said)
+        case "gives_up":
+            return core.WorkerDown(worker, message["cause"], message["error"], tail=message["error"])
     return None
 
 

@@ -76,9 +76,11 @@ class Worlds:
             return  # all were lost while the checkpoint was verified: a later generation has been decided
         step = restored.step if restored is not None else max(0, effect.step)
         finder, from_memory = effect.members[0], effect.found > step
-        if from_memory:
+        if from_memory and finder in self._found:
             step, restored = effect.found, None
-            self._ledger.find(*self._found.get(finder, ("", 0, [])))
+            self._ledger.find(*self._found[finder])
+        elif from_memory:  # it has died meanwhile: this world never forms, and what was in its memory is not told yet
+            step, restored = self._ledger.committed, None
         elif effect.restore:
             self._durable_at = self._now()
         await self._rendezvous.open(effect.generation, effect.members)
@@ -138,7 +140,8 @@ class Worlds:
     async def _checkpoint_for(self, effect: core.Form) -> Checkpoint | None:
         """What the generation starts from, where its members do not hold the state themselves. To read it whole may
         take long, and storage may be away for a while."""
-        if not effect.restore:
+        in_memory = effect.before is None and effect.found >= 0
+        if not effect.restore or (in_memory and effect.found >= self._checkpoints.best):
             return None
         deadline = self._now() + self._read_limit_s
         while True:
@@ -151,6 +154,9 @@ class Worlds:
                 why = "it takes longer"
             except StorageFailed as error:
                 why = str(error)
+            if in_memory:  # it may be older, and it is there
+                reading.cancel()
+                return None
             if self._now() >= deadline or self._job().ended is not None:
                 reading.cancel()
                 limit = f"elastic_timeout={self._read_limit_s:g} s"
