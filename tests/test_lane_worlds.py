@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from elastic_spark.core.audit import check_digests
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.driver.freeze import freeze
 from elastic_spark.testing.counting import assert_exact
+from elastic_spark.worker.context import _counted
 from elastic_spark.worker.rows import RowStore
 
 ROWS, EPOCHS, BATCH, WIDTH = 1003, 3, 32, 8
@@ -309,11 +312,12 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return freeze(folder / "in", folder / "out", name="train")
 
 
-def counter(gate: str = "", wait_at: tuple[int, ...] = (), every: int = 1, die_at: int = 0) -> Any:
+def counter(gate: str = "", wait_at: tuple[int, ...] = (), every: int = 1, die_at: int = 0, ask_at: int = 0) -> Any:
     """Trains the counting model for two epochs, with a validation pass that counts the ids after each of them.
 
     ``gate``, ``wait_at`` as for `trainer`. ``every``: batches from one commit to the next. ``die_at``: where ``gate``
-    is a file, the worker of rank 1 removes it and is killed after so many batches.
+    is a file, the worker of rank 1 removes it and is killed after so many batches. ``ask_at``: before the commit
+    of this batch it asks whether the world changes, until it is told so and ``gate`` is gone.
     """
 
     def train(ctx: Any) -> dict[str, Any]:
@@ -343,6 +347,11 @@ def counter(gate: str = "", wait_at: tuple[int, ...] = (), every: int = 1, die_a
                     if number == die_at and hvd.rank() == 1 and os.path.exists(gate):
                         os.unlink(gate)
                         os.kill(os.getpid(), signal.SIGKILL)
+                    while number == ask_at and os.path.exists(gate):
+                        if not state._host_messages.empty():
+                            open(f"{gate}.{hvd.rank()}", "w").close()
+                        state.check_host_updates()
+                        time.sleep(0.005)
                     if number % every == 0 or batch.offset + 1 == ctx.steps_per_epoch("train"):
                         state.commit()
                     while os.path.exists(gate) and os.path.getsize(gate) < sum(state.step >= step for step in wait_at):
@@ -419,6 +428,80 @@ def test_what_was_not_committed_is_trained_again_once(
         assert_counted(job, job.done()[0]["size"])
     assert not flag.exists()
     assert len(job.events(ev.WorkerLost)) == 1
+
+
+def test_a_change_that_is_announced_between_two_commits_waits_for_the_next(
+    template: Template, uneven: Manifest, tmp_path: Path
+) -> None:
+    """Horovod's own examples ask at each batch and commit at every tenth."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    train = counter(str(gate), every=5, ask_at=12)
+    with BareJob(template, tmp_path / "job", train, {"train": uneven}, num_proc=2, global_batch=10) as job:
+        job.until(lambda: job.steps() >= 10)
+        job.add_agents(1)
+        deadline = time.monotonic() + 60.0
+        while not all((tmp_path / f"gate.{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        gate.unlink()
+        assert_counted(job, 3)
+    assert [event.step for event in job.events(ev.GenerationFormed)] == [0, 15]
+
+
+def test_a_checkpoint_that_rank_0_cannot_read_is_read_by_another(
+    template: Template, uneven: Manifest, tmp_path: Path
+) -> None:
+    """Its machine does not see what the driver sees; it is not the training function's fault."""
+    gate, blind = tmp_path / "gate", tmp_path / "blind"
+    gate.touch()
+    count = counter(str(gate), (10,))
+
+    def train(ctx: Any) -> Any:
+        import os
+
+        import horovod.torch as hvd
+
+        from elastic_spark.checkpoint import CheckpointStore
+        from elastic_spark.errors import CheckpointInvalid
+
+        def opened(self: Any, name: str) -> Any:
+            raise CheckpointInvalid(f"{name}: is not there")
+
+        if hvd.rank() == 0 and os.path.exists(blind):
+            os.unlink(blind)
+            CheckpointStore.open = opened  # type: ignore[method-assign]
+        return count(ctx)
+
+    options = {"num_proc": 2, "global_batch": 10, "checkpoint_uri": str(tmp_path / "job/checkpoints")}
+    with BareJob(template, tmp_path / "job", train, {"train": uneven}, rpo_target_s=0.01, **options) as job:
+        job.until(lambda: job.steps() >= 10 and job.events(ev.CheckpointWritten))
+        blind.touch()
+        for worker in job.wait_world(2):
+            job.kill(worker)
+        gate.write_text("x")
+        job.add_agents(2)
+        assert_counted(job, job.done()[0]["size"])  # whether its successor has come in time
+    assert not blind.exists()
+    assert "checkpoint unreadable" in [event.cause for event in job.events(ev.WorkerLost)]
+    assert job.events(ev.GenerationFormed)[-1].restored_from
+
+
+def test_an_iterator_that_another_thread_collects_leaves_the_state_alone() -> None:
+    told = []
+    state: Any = SimpleNamespace(
+        draws=lambda: told.append("draws"),
+        drew=lambda name, batch: told.append("drew"),
+        draws_no_more=lambda: told.append("no more"),
+    )
+    left, ended = (_counted(iter([1, 2]), "train", state) for _ in range(2))
+    next(left)
+    thread = threading.Thread(target=left.close)
+    thread.start()
+    thread.join()
+    assert told == ["draws", "drew"]
+    list(ended)
+    assert told[-1] == "no more"
 
 
 def test_a_worker_that_waits_for_others_reads_ahead(template: Template, tmp_path: Path) -> None:

@@ -41,9 +41,16 @@ class Rank:
     def send(self, message: dict[str, Any], blob: bytes = b"") -> None:
         self.said.append(message)
 
-    def commit(self, *, asked: bool = False) -> None:
+    def commit(self, *, asked: bool = False) -> bool:
         self.state.step += 1
-        self.saver.consider(self.state, 1, asked=asked, late=False)  # type: ignore[arg-type]
+        return self.saver.consider(self.state, 1, asked=asked, late=False)  # type: ignore[arg-type]
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        deadline = time.monotonic() + 30.0
+        while self.saver._writer.busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def written(self) -> list[int]:
         return [message["part"]["step"] for message in self.said if message["type"] == "checkpoint"]
@@ -71,22 +78,38 @@ def test_the_end_waits_for_a_write_that_its_last_commit_began(rank: Rank) -> Non
     assert rank.written() == [1]
 
 
-def test_the_end_is_written_again_where_that_write_has_failed(rank: Rank) -> None:
+@pytest.mark.parametrize("often", [1, 3, 4])
+def test_the_end_is_written_again_where_that_write_has_failed(
+    rank: Rank, often: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
     write, tries = rank.saver._store.write_part, []
 
-    def fails_once(*arguments: Any, **keywords: Any) -> Any:
+    def fails(*arguments: Any, **keywords: Any) -> Any:
         tries.append(keywords["token"])
-        if len(tries) == 1:
+        if len(tries) <= often:
             time.sleep(0.1)
             raise StorageFailed("away")
         return write(*arguments, **keywords)
 
-    rank.saver._store.write_part = fails_once  # type: ignore[method-assign]
+    rank.saver._store.write_part = fails  # type: ignore[method-assign]
     rank.saver.begin(1, "t", time.monotonic() - 20.0)
     rank.commit()
     rank.saver.last(rank.state)  # type: ignore[arg-type]
-    assert [message["type"] for message in rank.said] == ["checkpoint_skipped", "checkpoint"]
-    assert len(set(tries)) == 2, "a token is for one attempt"
+    expected = ["checkpoint_skipped"] * often + ["checkpoint"] * (often <= module.END_TRIES)
+    assert [message["type"] for message in rank.said] == expected
+    assert len(set(tries)) == len(tries) == len(expected), "a token is for one attempt"
+
+
+def test_a_save_that_is_asked_for_while_another_one_is_written_is_made_after_it(rank: Rank) -> None:
+    rank.slow_down(0.2)
+    rank.saver.begin(1, "t", time.monotonic() - 20.0)
+    assert rank.commit()
+    assert not rank.commit(asked=True)
+    rank.wait()
+    assert rank.commit(asked=True)
+    rank.wait()
+    assert rank.written() == [1, 3]
 
 
 def test_an_end_that_was_not_committed_is_not_written(rank: Rank) -> None:
@@ -125,10 +148,7 @@ def test_a_write_that_failed_has_saved_nothing(rank: Rank, monkeypatch: pytest.M
     old = time.monotonic() - 20.0
     rank.saver.begin(1, "t", old)
     rank.commit()
-    deadline = time.monotonic() + 30.0
-    while rank.saver._writer.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    rank.wait()
     assert rank.saver._saved_at == old
     rank.commit()
     assert len(rank.said) == 1, "it is tried again, but not at once"

@@ -130,6 +130,7 @@ LOSS_CAUSES = (
     "exited without returning",
     "frozen",
     "collective failed",
+    "checkpoint unreadable",
     "did not reset",
     "did not start",
     "user error",

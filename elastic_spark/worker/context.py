@@ -127,6 +127,7 @@ class Context:
 
 def _counted(batches: Iterator[Batch], name: str, state: ElasticState) -> Iterator[Batch]:
     """The batches; ``state`` is told when the loop waits for one, and of each that it gets."""
+    thread = threading.get_ident()
     state.draws()
     try:
         for batch in batches:
@@ -134,4 +135,5 @@ def _counted(batches: Iterator[Batch], name: str, state: ElasticState) -> Iterat
             yield batch
             state.draws()
     finally:
-        state.draws_no_more()
+        if threading.get_ident() == thread:  # not where another one collects what a failed loop has left behind
+            state.draws_no_more()

@@ -22,9 +22,9 @@ import psutil
 
 from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.manifest import Manifest
-from elastic_spark.errors import EnvironmentUnfit
+from elastic_spark.errors import EnvironmentUnfit, StateDiverged, UserCodeFailed
 from elastic_spark.transport import Channel
-from elastic_spark.worker.session import WorkerSession, bind
+from elastic_spark.worker.session import CannotLoad, WorkerSession, bind
 
 
 def main() -> int:
@@ -69,7 +69,10 @@ def _run(session: WorkerSession, call: Any) -> int:
         session.close()
         return 0
     except HorovodInternalError as error:
-        session.collective_failed(str(error))
+        session.gives_up("collective failed", str(error))
+        return 1
+    except CannotLoad as error:
+        session.gives_up("checkpoint unreadable", str(error))
         return 1
     except BaseException as error:  # sys.exit() in the function is a fault of the function, too
         return _user_error(session, error)
@@ -172,7 +175,8 @@ def _user_error(session: WorkerSession, error: BaseException) -> int:
         _advise(error)
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
-    session.fail(f"{type(error).__name__}: {_told(error)}", text, at)
+    kind = StateDiverged if isinstance(error, StateDiverged) else UserCodeFailed
+    session.fail(kind.__name__, f"{type(error).__name__}: {_told(error)}", text, at)
     session.wait_to_go()
     return 1
 

@@ -29,6 +29,8 @@ PARTS_FROM = 256 << 20
 ANNOUNCE_S = 0.3
 #: After a write that failed the next is not tried at once: twice this, then twice as long each time, at most the other.
 RETRY_S, MOST_RETRY_S = 0.5, 30.0
+#: The end of training is tried so often; nobody trains meanwhile, and the result waits.
+END_TRIES = 3
 
 
 class Saver:
@@ -66,7 +68,8 @@ class Saver:
         if not self._writer.busy:
             self._saved_at = durable_at
 
-    def consider(self, state: ElasticState, ranks: int, *, asked: bool, late: bool) -> None:
+    def consider(self, state: ElasticState, ranks: int, *, asked: bool, late: bool) -> bool:
+        """At a commit: whether a save of it was begun. One that was ``asked`` for does not wait until it is due."""
         now = time.monotonic()
         self._step_s = max(now - self._committed_at, 0.9 * self._step_s)  # the next may be as long as any lately
         step_s, self._committed_at = self._step_s, now
@@ -80,21 +83,22 @@ class Saver:
             write_s=self._cost_s + self._write_s,
         )
         if not (wanted or asked) or (self.generation, state.step) < self._planned:
-            return
+            return False
         if now < self._retry_at and not asked:
-            return
+            return False
         if self._writer.busy:
             if now - self._skipped_at > self._rpo_target_s:
                 self._skipped_at = now
                 self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": "storage is slow"})
-            return
+            return False
         if ranks > 1 and not asked and _bytes(state) >= PARTS_FROM:
             self._saved_at = now
             step = state.step + 1 + math.ceil(ANNOUNCE_S / max(step_s, 1e-3))
             self._planned = (self.generation, step)
             self._channel.send({"type": "plan_parts", "generation": self.generation, "step": step})
-            return
-        self._submit(state, reason, late=late and not asked)
+            return False
+        self._submit(state, reason or "asked for", late=late and not asked)
+        return True
 
     def write_part(self, state: ElasticState, rank: int, ranks: int, *, late: bool) -> None:
         """This rank's share of the state as it is now."""
@@ -150,7 +154,7 @@ class Saver:
         self._written.set()
 
     def last(self, state: ElasticState, limit_s: float = 120.0) -> None:
-        """The state at the end, written before the result is handed over."""
+        """The state at the end, written before the result is handed over; tried again where it fails."""
         deadline = time.monotonic() + limit_s
         while self._writer.busy and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -160,9 +164,14 @@ class Saver:
             reason = "the function stepped an optimizer after its last commit, so its end is not a state of the job"
             self._channel.send({"type": "checkpoint_skipped", "step": state.step, "reason": reason})
             return
-        self.token += "-end"  # of a write that failed, or of a part, the old one is used
-        self._submit(state, "the end of training")
-        self._written.wait(max(0.0, deadline - time.monotonic()))
+        for tries in range(END_TRIES):
+            if tries:
+                time.sleep(max(0.0, self._retry_at - time.monotonic()))
+            self.token += "-end"  # of a write that failed, or of a part, the old one is used
+            self._submit(state, "the end of training")
+            self._written.wait(max(0.0, deadline - time.monotonic()))
+            if self._durable_step == state.step or time.monotonic() >= deadline:
+                return
 
     def close(self) -> None:
         self._writer.close(5.0)

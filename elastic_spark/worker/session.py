@@ -19,7 +19,7 @@ import torch
 
 from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
-from elastic_spark.errors import ProtocolError, StorageFailed
+from elastic_spark.errors import CheckpointInvalid, ProtocolError, StorageFailed
 from elastic_spark.transport import Channel, Message
 from elastic_spark.worker import collective
 from elastic_spark.worker.collective import Assignment, Leave
@@ -34,6 +34,10 @@ HEARTBEAT_S = 0.5
 REPORT_S = 0.1
 #: Storage may be away for so many seconds while a checkpoint is loaded; the other ranks wait in a collective.
 LOAD_RETRY_S = 30.0
+
+
+class CannotLoad(Exception):
+    """A checkpoint that the driver has verified cannot be read here: another worker may."""
 
 
 class WorkerSession:
@@ -236,16 +240,22 @@ class WorkerSession:
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def load_checkpoint(self, uri: str) -> tuple[Any, dict[str, torch.Tensor], Any]:
-        """``(state's skeleton, tensors, the rest of the meta)`` of a checkpoint that the driver chose."""
+        """``(state's skeleton, tensors, the rest of the meta)`` of a checkpoint that the driver chose.
+
+        Raises:
+            CannotLoad: this process cannot, though the driver could.
+        """
         store, _ = locate(uri)
         deadline = time.monotonic() + LOAD_RETRY_S
         while True:
             try:
                 tensors, meta = store.load(store.open(uri))
                 return meta["state"], tensors, meta
-            except StorageFailed:
+            except CheckpointInvalid as error:
+                raise CannotLoad(str(error)) from error
+            except StorageFailed as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise CannotLoad(str(error)) from error
             time.sleep(1.0)
 
     def consider_checkpoint(self, state: ElasticState, *, late: bool) -> None:
@@ -262,8 +272,9 @@ class WorkerSession:
             if planned["generation"] == self._generation:
                 self._ensure_saver().write_part(state, place.rank, place.size, late=late)
         elif place.rank == 0:
-            self._ensure_saver().consider(state, place.size, asked=self._save_asked, late=late)
-            self._save_asked = False
+            asked = self._save_asked
+            if self._ensure_saver().consider(state, place.size, asked=asked, late=late) and asked:
+                self._save_asked = False
 
     def _ensure_saver(self) -> Saver:
         if self._saver is None:
@@ -280,22 +291,22 @@ class WorkerSession:
         """Hand over what the function returned; then wait to be told to go, so that no peer sees this one vanish."""
         state = self._state
         if state is not None:
-            state.settle()
+            state.keep_the_end()
         if state is not None and self.config.get("checkpoint_uri") and self.assignment().rank == 0:
             self._ensure_saver().last(state)
         self._flush()
         self._where = "finished"
         self._channel.send({"type": "result", "generation": self._generation}, payload)
 
-    def fail(self, error: str, traceback_text: str, at: float) -> None:
-        """The user's function raised."""
+    def fail(self, kind: str, error: str, traceback_text: str, at: float) -> None:
+        """The user's function raised. ``kind``: of the error that the driver is to raise."""
         self._flush()
-        step = self.held_step()
-        self._channel.send({"type": "user_error", "step": step, "at": at, "error": error, "traceback": traceback_text})
+        said = {"kind": kind, "error": error, "traceback": traceback_text}
+        self._channel.send({"type": "user_error", "step": self.held_step(), "at": at, **said})
 
-    def collective_failed(self, error: str) -> None:
-        """A collective failed outside ``@hvd.elastic.run``: nobody can go on from there in this process."""
-        self._channel.send({"type": "collective_failed", "error": error})
+    def gives_up(self, cause: str, error: str) -> None:
+        """Nobody can go on from here in this process, and the training function is not to blame."""
+        self._channel.send({"type": "gives_up", "cause": cause, "error": error})
 
     def close(self) -> None:
         """The process is about to end on purpose."""

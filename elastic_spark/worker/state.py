@@ -140,9 +140,15 @@ class ElasticState(State):  # type: ignore[misc]
         session().consider_checkpoint(self, late=looping)
 
     def check_host_updates(self) -> None:
-        """Leave the loop when the driver has announced a change. No collective: the others follow, see `core.job`."""
-        if not self._host_messages.empty():
-            raise HostsUpdatedInterrupt(False)
+        """Leave the loop when the driver has announced a change. No collective: the others follow, see `core.job`.
+
+        Behind an `optimizer.step` it waits for the commit: what is not committed is trained again, from the weights
+        that it was trained from.
+        """
+        if self.is_dirty or self._host_messages.empty():
+            return
+        self.restore()
+        raise HostsUpdatedInterrupt(False)
 
     def _mark(self) -> None:
         self._optimizer_steps = 0
@@ -178,6 +184,12 @@ class ElasticState(State):  # type: ignore[misc]
         self._plan_next()
         if self._copying is None:
             self._whole = self._snapshot
+
+    def keep_the_end(self) -> None:
+        """The training function has returned: what it committed last outlives this process."""
+        self.settle()
+        if self.holds and not self.is_dirty and (self._snapshot is None or self._snapshot.step != self.step):
+            self._take_snapshot()
 
     def settle(self) -> None:
         """No copy is under way after this."""
@@ -239,10 +251,10 @@ class ElasticState(State):  # type: ignore[misc]
     def for_checkpoint(self, *, late: bool = False) -> tuple[Snapshot, dict[str, Any]]:
         """``(snapshot of this step, the rest)``; the caller must lease the snapshot at once. ``late``: it may be made
         while training goes on."""
+        if not late:
+            self.settle()
         if self._snapshot is None or self._snapshot.step != self.step:
             self._take_snapshot(late=late)
-        elif not late:
-            self.settle()
         assert self._snapshot is not None
         return self._snapshot, {"random": marks.random_as_tree()}
 

@@ -126,10 +126,11 @@ def test_a_rank_that_waits_for_one_that_has_returned_ends_with_a_named_error(tmp
 
 
 def test_steps_that_the_driver_had_not_read_when_all_workers_died_are_known_from_their_memory(tmp_path: Path) -> None:
-    """The driver stands still, workers go on, and are killed before it looks again."""
+    """The driver stands still, workers go on, and are killed before it looks again. Storage is away besides."""
     world = World(Schedule(0, 2, 2, 1, 60.0, ()), tmp_path / "world", epochs=4)
     try:
         world.begin()
+        world.controller._checkpoints._store.newest_valid = _away  # type: ignore[method-assign]
         world.controller._loop.call_soon_threadsafe(time.sleep, 2.0)
         threading.Event().wait(1.0)  # the workers' time
         for worker in world.members():
@@ -137,6 +138,50 @@ def test_steps_that_the_driver_had_not_read_when_all_workers_died_are_known_from
         world.finish()
         assert not [event for event in world.seen(ev.Warned) if "reported by nobody" in event.message]
         assert [event for event in world.seen(ev.GenerationFormed) if event.restored_from]
+    finally:
+        world.close()
+
+
+def _away(*_arguments: Any, **_keywords: Any) -> Any:
+    raise StorageFailed("away")
+
+
+def test_the_end_survives_a_rank_0_that_is_lost_when_the_others_have_returned(tmp_path: Path) -> None:
+    """What they hold at their end is newer than their last snapshot that was due."""
+    gate = tmp_path / "gate"
+    gate.touch()
+
+    def train(ctx: object) -> int:
+        import time
+
+        import horovod.torch as hvd
+        import torch
+
+        import elastic_spark as es
+
+        @hvd.elastic.run
+        def loop(state: es.ElasticState) -> int:
+            while state.step < 40:
+                time.sleep(0.02)
+                hvd.allreduce(torch.ones(1), name="a step")
+                state._snapshot_due_at = float("inf")
+                state.commit(loss=1.0)
+            while hvd.rank() == 0 and gate.exists():
+                time.sleep(0.02)
+            return state.step
+
+        return loop(es.ElasticState(model=torch.nn.Linear(2, 2)))
+
+    world = World(Schedule(0, 2, 2, 1, 60.0, ()), tmp_path / "world", function=train)
+    try:
+        world.begin()
+        world.wait(lambda: world.controller._results, 60.0, "the end of the other one")
+        world.kill(world.members()[0])
+        gate.unlink()
+        assert world.controller.wait(60.0), f"it hangs: {world.events[-5:]}"
+        assert world.controller.outcome()[0].status == "FINISHED"
+        assert world.seen(ev.StepsRolledBack) == []
+        assert [event.step for event in world.seen(ev.GenerationFormed)] == [0, 40]
     finally:
         world.close()
 

@@ -897,6 +897,20 @@ def test_processes_that_die_world_after_world_without_a_new_step_end_the_job() -
     assert "Segmentation fault in kernel" in run.ended.error
 
 
+def test_a_checkpoint_that_no_worker_can_read_ends_the_job_as_what_it_is() -> None:
+    run = Script(num_proc=2, max_num_proc=2, spawn_limit=100).running()
+    while run.ended is None:
+        first = run.job.members[0]
+        run(core.WorkerDown(first, "checkpoint unreadable", "is missing", tail="step-000000000030-t: is missing"))
+        run.ask(step=-1)
+        run.wait(40.0, "*")
+        if run.ended is None:
+            run.ready(*[name for name, stage in run.stages().items() if stage == "warming"])
+            run.initialise()
+    assert run.ended.kind == "StorageFailed"
+    assert "step-000000000030-t: is missing" in run.ended.error
+
+
 def test_worlds_that_die_whole_and_get_further_each_time_do_not() -> None:
     """Fuzz seeds 245 to 249: nobody survived who could tell of the new steps, but the ledger knew of them."""
     run = Script(num_proc=2, max_num_proc=2, spawn_limit=100).running(host="host0")
@@ -1004,6 +1018,13 @@ def test_the_same_error_at_the_same_step_is_not_tried_again() -> None:
     run.wait(0.6, "*")
     assert "ValueError: boom-42" in run.ended.error
     assert len(run.job.forgiven) == 1
+
+
+def test_the_error_says_itself_what_the_job_ends_with() -> None:
+    run = Script(num_proc=2).running()
+    run(core.UserError("w1", 3, run.now, "StateDiverged: w differs", "Traceback", kind="StateDiverged"))
+    run.wait(0.6, "*")
+    assert run.ended.kind == "StateDiverged"
 
 
 def test_a_worker_that_connects_is_heard() -> None:

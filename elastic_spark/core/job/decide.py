@@ -142,7 +142,7 @@ def _on_user_error(turn: Turn, happened: i.UserError) -> None:
     if worker is None:
         return
     rank = turn.job.members.index(worker.id) if worker.id in turn.job.members else -1
-    failure = Failure(worker.id, rank, happened.step, happened.at, happened.error, happened.traceback)
+    failure = Failure(worker.id, rank, happened.step, happened.at, happened.error, happened.traceback, happened.kind)
     turn.record(
         ev.UserFailed(
             at=turn.now,

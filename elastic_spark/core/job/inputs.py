@@ -36,6 +36,10 @@ class WorkerUp(Input):
     worker: str
 
 
+#: `WorkerDown.cause` of a rank 0 that could not load the checkpoint that its world was to start from.
+UNREADABLE = "checkpoint unreadable"
+
+
 @dataclass(frozen=True)
 class WorkerDown(Input):
     worker: str
@@ -99,13 +103,15 @@ class Finished(Input):
 
 @dataclass(frozen=True)
 class UserError(Input):
-    """The user's function has raised, ``at`` unix seconds by the worker's clock."""
+    """The user's function has raised, ``at`` unix seconds by the worker's clock. ``kind``: the name of the exception
+    class that the job ends with."""
 
     worker: str
     step: int
     at: float
     error: str
     traceback: str
+    kind: str = "UserCodeFailed"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_spark.core.job.effects import BreakGeneration, Form, Notify, SaveNow
-from elastic_spark.core.job.inputs import ASKED_ON_PURPOSE
+from elastic_spark.core.job.inputs import ASKED_ON_PURPOSE, UNREADABLE
 from elastic_spark.core.job.state import Ended, Job, Stage, Worker
 from elastic_spark.core.job.turn import Turn
 from elastic_spark.core.job.world import Plan, next_world
@@ -55,7 +55,7 @@ def _judge_failures(turn: Turn) -> None:
         return
     where = f"rank {first.rank}, worker {first.worker}, step {first.step}"
     message = f"the training function raised on {where}: {first.error}\n\n{first.traceback}"
-    turn.end(Ended("FAILED", message, "UserCodeFailed", first.traceback))
+    turn.end(Ended("FAILED", message, first.kind, first.traceback))
 
 
 def _hopeless(turn: Turn) -> bool:
@@ -274,7 +274,8 @@ def _may_reset(turn: Turn, held: int) -> bool:
             f"workers died in {job.barren_resets} worlds in a row without a step after {max(job.best, held)}"
             f"; last: {job.ending}. The last one said:\n{job.last_words}"
         )
-        turn.end(Ended("FAILED", message, "UserCodeFailed"))
+        unread = (job.ending or "").endswith(UNREADABLE)
+        turn.end(Ended("FAILED", message, "StorageFailed" if unread else "UserCodeFailed"))
     elif job.idle_resets >= IDLE_LIMIT:
         message = (
             f"collectives failed {job.idle_resets} times in a row at step {held} although no worker was lost: do all "

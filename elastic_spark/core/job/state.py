@@ -117,6 +117,7 @@ class Failure:
     at: float
     error: str
     traceback: str
+    kind: str = "UserCodeFailed"
 
 
 @dataclass(frozen=True)
