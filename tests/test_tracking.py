@@ -267,6 +267,7 @@ def test_a_recorded_job_tells_its_story(server, make, tmp_path):
     assert run.data.tags["elastic.change.count"] == "4"
     assert "pause 0.34 s" in run.data.tags["elastic.change.001"]
     assert "| rows | 77,100 once, 0 twice, 0 never |" in run.data.tags["mlflow.note.content"]
+    assert run.data.tags["elastic.verdict"].startswith("FINISHED: rows 77,100 once, 0 twice, 0 never; ")
     assert abs(float(run.data.tags["elastic.heartbeat_unix"]) - time.time()) < 120
     assert run.data.metrics["summary/rows_once"] == 77100
     seen = [step for step, _ in points(server.uri, run_id, "loss")]

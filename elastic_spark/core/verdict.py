@@ -34,6 +34,14 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
     ]
 
 
+def headline(summary: Mapping[str, Any]) -> str:
+    """The verdict in one line: ``FINISHED: rows 77,100 once, 0 twice, 0 never; lost by roll-back nothing; ...``."""
+    said = [f"rows {_rows(summary)}", f"lost by roll-back {_lost(summary)}"]
+    if summary["changes"]:
+        said.append(f"{len(summary['changes'])} changes, pause {_pauses(summary)}")
+    return f"{summary['status']}: {'; '.join(said)}"
+
+
 def seconds(value: float | None) -> str:
     """A time for people: ``0.21 s``, ``12.3 s``, ``4 min 05 s``, ``2 h 03 min``; ``-`` for None."""
     if value is None:

@@ -207,6 +207,7 @@ class Store:
 
     def _own_tags(self) -> dict[str, str]:
         return {
+            "elastic.verdict": "RUNNING",  # the first that a reviewer sees of the run
             "elastic.job": self.meta["job_name"],
             "elastic.job_id": self.meta["job_id"],
             "elastic.heartbeat_unix": str(round(time.time(), 3)),

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.records import Record, Recorder
-from elastic_spark.core.verdict import change_line, epoch_line, verdict
+from elastic_spark.core.verdict import change_line, epoch_line, headline, verdict
 from elastic_spark.errors import ConfigError
 from elastic_spark.tracking import values
 from elastic_spark.tracking.place import active_run, resolve_experiment, resolve_uri
@@ -421,7 +421,8 @@ def _summary_records(summary: Mapping[str, Any], made_with: Mapping[str, str], s
     note += f"\n**Epochs**\n\n{epochs}\n" if epochs else ""
     made = "\n".join(f"* {name}: `{text}`" for name, text in made_with.items())
     note += f"\n**Made with**\n\n{made}\n" if made else ""
-    records: list[Record] = [{"kind": "tag", "key": "mlflow.note.content", "value": note}]
+    words = {"elastic.verdict": headline(summary), "mlflow.note.content": note}
+    records: list[Record] = [{"kind": "tag", "key": key, "value": text} for key, text in words.items()]
     names = ("rows_total", "rows_once", "rows_twice", "rows_never", "steps", "steps_lost", "goodput")
     for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max", "data_wait_fraction"):
         if summary.get(name) is not None:

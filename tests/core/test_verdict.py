@@ -8,7 +8,7 @@ import pytest
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.metrics import summarise
-from elastic_spark.core.verdict import change_line, seconds, verdict
+from elastic_spark.core.verdict import change_line, headline, seconds, verdict
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "churn.jsonl"
 
@@ -46,6 +46,16 @@ def test_a_recorded_log():
     assert found["checkpoints"][0] == "3 written, newest at step 303, RPO at worst 12.0 s, 1 rejected"
     assert found["data"][0] == "train: 25,700 rows, sha256:5e5e5e5e5e5e"
     assert found["goodput"][0].endswith("% of the ideal rate")
+
+
+def test_the_headline_says_how_it_ended_and_what_became_of_the_rows():
+    with GOLDEN.open() as log:
+        line = headline(summarise(ev.read_log(log)))
+    assert line == (
+        "FINISHED: rows 77,100 once, 0 twice, 0 never; lost by roll-back 32 steps, 8,036 rows, 1.92 s: trained again; "
+        "4 changes, pause p50 0.34 s, p95 1.36 s, max 1.36 s; back at 90 % of its rate after 0.34 s (p50)"
+    )
+    assert headline(summarise([])).startswith("RUNNING: rows not audited")
 
 
 def test_an_empty_log():
