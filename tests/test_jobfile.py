@@ -1,8 +1,10 @@
-"""How a job ended is noted where its checkpoints are, and nothing else depends on that."""
+"""Who holds a job, and how it ended, is noted where its checkpoints are; a driver that lost it leaves it alone."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,47 @@ def test_storage_that_is_away_at_the_end_costs_no_result(
     else:
         assert found.status == "RUNNING"
         assert "does not say that the job is FINISHED: away" in caplog.text
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_driver_that_lost_the_job_leaves_it_to_the_new_holder(
+    noticed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It woke after its lease was over; its end may come before or after its next renewal."""
+    uri, told_first, told_second = str(tmp_path / "job"), list[str](), list[str]()
+    monkeypatch.setattr(jobfile, "STALE_S", 0.3)
+    monkeypatch.setattr(jobfile, "RENEW_S", 1.0 if noticed else 1_000.0)
+    first = JobFile(uri, told_first.append)
+    first.claim(run_id="one")
+    second = JobFile(uri, told_second.append)
+    monkeypatch.setattr(jobfile, "RENEW_S", 0.1)
+    record, resumed = second.claim()
+    assert (record.run_id, resumed) == ("one", True)
+    if noticed:
+        wait_until(lambda: told_first)
+        assert "was taken over by process" in told_first[0]
+    first.set_run("two")
+    first.release("FAILED")
+
+    def stored() -> jobfile.JobRecord:
+        found = JobFile(uri, lambda why: None).read()
+        assert found is not None
+        return found
+
+    released_at = time.time()
+    wait_until(lambda: stored().renewed_unix > released_at)
+    found = stored()
+    assert (found.holder, found.status, found.run_id) == (record.holder, "RUNNING", "one")
+    assert told_second == []
+    taker = first.taken_by()
+    assert taker is not None
+    assert (taker.holder, second.taken_by()) == (record.holder, None)
+    second.release("FINISHED")
+    assert stored().status == "FINISHED"

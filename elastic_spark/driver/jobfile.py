@@ -2,7 +2,8 @@
 
 One job name, one driver at a time. A driver writes its name and the time into the record every `RENEW_S`; another one
 may take the job over when that has not happened for `STALE_S`, or at once when the holder was a process of this machine
-that is gone. A holder that finds somebody else's name in the record has lost the job and must stop.
+that is gone. A holder that finds somebody else's name in the record has lost the job and must stop; it writes nothing
+more, so the new holder keeps what it has.
 
 Each version of the record is a file of its own, ``job-<n>.json``; the highest that can be read counts. So nothing is
 ever written in place, and a driver that dies while it writes leaves the version before. Where the storage refuses to
@@ -63,21 +64,38 @@ class JobFile:
         self._uri, self._on_lost = uri, on_lost
         self._holder = uuid.uuid4().hex
         self._record = JobRecord(job_id="")
+        self._taker: JobRecord | None = None
         self._version = 0
         self._stop = threading.Event()
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
 
     def read(self) -> JobRecord | None:
         """The stored record; None where there is none, or none that can be read."""
-        for version in sorted(self._versions(), reverse=True):
-            try:
-                with self._storage.open(_name(version)) as file:
-                    body = json.loads(file.read())
-                return JobRecord(**{name: body[name] for name in JobRecord.__dataclass_fields__ if name in body})
-            except (OSError, ValueError, TypeError, StorageFailed):
-                continue  # torn, or replaced meanwhile: the version before
+        for _ in range(3):  # what was listed may be replaced before it is read
+            versions = self._versions()
+            for version in sorted(versions, reverse=True):
+                try:
+                    with self._storage.open(_name(version)) as file:
+                        body = json.loads(file.read())
+                    return JobRecord(**{name: body[name] for name in JobRecord.__dataclass_fields__ if name in body})
+                except (OSError, ValueError, TypeError, StorageFailed):
+                    continue  # torn: the version before
+            if not versions:
+                break
         return None
+
+    def taken_by(self) -> JobRecord | None:
+        """The record of the driver that has taken the job from this one; None while nothing says so. Once it is lost it
+        stays lost."""
+        with contextlib.suppress(StorageFailed):
+            self._look()
+        return self._taker
+
+    def _look(self) -> None:
+        found = self.read()
+        if found is not None and found.holder != self._holder:
+            self._taker = found
 
     def _versions(self) -> list[int]:
         found = (_FILE.fullmatch(name) for name in self._storage.files(""))
@@ -124,16 +142,16 @@ class JobFile:
         """Note the tracking run that this job is. Safe from any thread; storage that is away is told by the next
         renewal."""
         with contextlib.suppress(StorageFailed):
-            self._write(run_id=run_id)
+            self._renew(run_id=run_id)
 
     def release(self, status: str) -> None:
-        """The job has ended with ``status``."""
+        """The job has ended with ``status``; nothing is written over the record of a driver that has taken it."""
         self._stop.set()
         _here.discard(self._holder)
         deadline = time.monotonic() + RELEASE_S
         while True:
             try:
-                self._write(status=status)
+                self._renew(status=status)
                 return
             except StorageFailed as error:  # what the caller gets must not depend on this
                 if time.monotonic() > deadline:
@@ -141,27 +159,31 @@ class JobFile:
                     return
             time.sleep(0.2)
 
-    def _write(self, **changes: Any) -> None:
+    def _renew(self, **changes: Any) -> JobRecord | None:
+        """Write the record anew. Where another driver has taken the job, nothing is written: returns its record."""
         with self._writing:
             self._record = replace(self._record, **changes)
-            before = self._versions()
-            self._version = max([self._version, *before]) + 1
-            body = asdict(replace(self._record, renewed_unix=time.time()))
-            with self._storage.create(_name(self._version)) as sink:
-                sink.write(memoryview(json.dumps(body, indent=1).encode()))
-            for version in before:
-                self._storage.remove(_name(version))
-
-    def _renew(self) -> None:
-        while not self._stop.wait(RENEW_S):
-            try:
-                found = self.read()
-                if found is not None and found.holder != self._holder:
-                    self._on_lost(f"the job at {self._uri} was taken over by process {found.pid} on {found.host}")
-                    return
+            self._look()
+            if self._taker is None:
                 self._write()
-            except StorageFailed:
-                continue  # storage is away: training goes on; the next renewal tries again
+            return self._taker
+
+    def _write(self) -> None:
+        before = self._versions()
+        self._version = max([self._version, *before]) + 1
+        body = asdict(replace(self._record, renewed_unix=time.time()))
+        with self._storage.create(_name(self._version)) as sink:
+            sink.write(memoryview(json.dumps(body, indent=1).encode()))
+        for version in before:
+            self._storage.remove(_name(version))
+
+    def _watch(self) -> None:
+        while not self._stop.wait(RENEW_S):
+            with contextlib.suppress(StorageFailed):  # storage is away: training goes on; the next renewal tries again
+                taker = self._renew()
+                if taker is not None:
+                    self._on_lost(f"the job at {self._uri} was taken over by process {taker.pid} on {taker.host}")
+                    return
 
 
 def _name(version: int) -> str:
