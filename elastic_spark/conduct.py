@@ -55,7 +55,8 @@ class Run:
         self.store_uri = store_uri(settings, self.name)
         self.data = data
         self.store = CheckpointStore(self.store_uri)
-        self.job_file = JobFile(self.store_uri, lambda why: self._fault("JobHeld", why))
+        self.job_file = JobFile(self.store_uri, self._lost)
+        self.tracker: Tracker | None = None
         self.controller: Any = None
         self.interrupts = Interrupts()
         self.status = ""  # how the job ended, once that is known
@@ -63,6 +64,19 @@ class Run:
     def _fault(self, kind: str, why: str) -> None:
         if self.controller is not None:
             self.controller.post(core.Fault(kind, why))
+
+    def _lost(self, why: str) -> None:
+        self._leave_run()
+        self._fault("JobHeld", why)
+
+    def _leave_run(self) -> None:
+        """Tell nothing more of the tracking run where it goes on under a driver that has taken the job. A run that is
+        not that driver's own ends with this job."""
+        taker, tracker = self.job_file.taken_by(), self.tracker
+        if taker is None or tracker is None:
+            return
+        if taker.run_id and taker.run_id == (tracker.run_id or self.record.run_id):
+            tracker.leave()
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
@@ -91,7 +105,9 @@ class Run:
         manifests, plans = self._freeze(newest.fields.get("plans", {}) if newest is not None else {})
         notes = {name: noted(plan, manifests[name].digest) for name, plan in plans.items()}
         _require_the_same(newest, notes)
+        self.job_file.require()  # freezing takes a while
         path, summary, tracker = self.work / "events.jsonl", Summary(), self._tracker()
+        self.tracker = tracker
         readers, journal = [summary.add], None
         try:
             if tracker is not None:
@@ -116,6 +132,7 @@ class Run:
                 journal.close()
             figures = summary.result()
             if tracker is not None:
+                self._leave_run()
                 made_with = {"command": _command(sys.argv), **_versions()}
                 tracker.finish(self.status, summary=figures, artifacts=self._artifacts(path), made_with=made_with)
                 self.run_id = figures["run_id"] = tracker.run_id

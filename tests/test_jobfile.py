@@ -56,12 +56,13 @@ def test_a_driver_that_lost_the_job_leaves_it_to_the_new_holder(
     """It woke after its lease was over; its end may come before or after its next renewal."""
     uri, told_first, told_second = str(tmp_path / "job"), list[str](), list[str]()
     monkeypatch.setattr(jobfile, "STALE_S", 0.3)
-    monkeypatch.setattr(jobfile, "RENEW_S", 1.0 if noticed else 1_000.0)
+    monkeypatch.setattr(jobfile, "RENEW_S", 0.1 if noticed else 1_000.0)
     first = JobFile(uri, told_first.append)
     first.claim(run_id="one")
     second = JobFile(uri, told_second.append)
     monkeypatch.setattr(jobfile, "RENEW_S", 0.1)
-    record, resumed = second.claim()
+    with first._writing:  # as one that is suspended
+        record, resumed = second.claim()
     assert (record.run_id, resumed) == ("one", True)
     if noticed:
         wait_until(lambda: told_first)

@@ -368,6 +368,24 @@ def test_a_killed_job_goes_on_in_the_same_run(server, make):
     first.finish("KILLED", summary={}, artifacts={}, timeout_s=1.0)
 
 
+def test_a_run_that_goes_on_under_another_driver_is_left_alone(server, make):
+    first = make(server.uri, spool="first")
+    run_id = first.start({"lr": 1}, {})
+    first.publish(loss(1))
+    second = make(server.uri, spool="second", run_id=run_id)
+    second.start({"lr": 1}, {})
+    first.leave()
+    first.publish(ev.JobFinished(at=1e9, status="FAILED", error="taken over"))
+    first.finish("FAILED", summary=summarise([]), artifacts={"elastic/events.jsonl": str(GOLDEN)})
+    run = run_of(server.uri, run_id)
+    assert run.info.status == "RUNNING"
+    assert {"elastic.error", "mlflow.note.content"}.isdisjoint(run.data.tags)
+    assert artifacts_of(server.uri, run_id) == []
+    assert first.said == []
+    second.finish("FINISHED", summary={}, artifacts={})
+    assert run_of(server.uri, run_id).info.status == "FINISHED"
+
+
 def test_what_a_dead_driver_left_on_disk_is_sent_first(server, make, tmp_path):
     first = make(server.uri)
     run_id = first.start({}, {})

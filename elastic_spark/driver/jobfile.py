@@ -92,6 +92,14 @@ class JobFile:
             self._look()
         return self._taker
 
+    def require(self) -> None:
+        """Raises JobHeld where another driver has taken the job from this one."""
+        if (taker := self.taken_by()) is not None:
+            raise JobHeld(self._lost_to(taker))
+
+    def _lost_to(self, taker: JobRecord) -> str:
+        return f"the job at {self._uri} was taken over by process {taker.pid} on {taker.host}"
+
     def _look(self) -> None:
         found = self.read()
         if found is not None and found.holder != self._holder:
@@ -182,7 +190,7 @@ class JobFile:
             with contextlib.suppress(StorageFailed):  # storage is away: training goes on; the next renewal tries again
                 taker = self._renew()
                 if taker is not None:
-                    self._on_lost(f"the job at {self._uri} was taken over by process {taker.pid} on {taker.host}")
+                    self._on_lost(self._lost_to(taker))
                     return
 
 

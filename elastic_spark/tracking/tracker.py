@@ -104,6 +104,7 @@ class Tracker:
         self._break = 0.5
         self._fatal: ConfigError | None = None
         self._ending: _Ending | None = None
+        self._left = False
         self._wake = threading.Event()
         self._imported = threading.Event()
         self._first_try = threading.Event()
@@ -152,12 +153,17 @@ class Tracker:
 
     def publish(self, event: ev.Event) -> None:
         """Takes in an event. Never waits; the oldest of more than `MOST_EVENTS` unread ones goes."""
-        if self._ending is None and self._thread is not None:
+        if self._ending is None and not self._left and self._thread is not None:
             if len(self._events) >= MOST_EVENTS:
                 with contextlib.suppress(IndexError):
                     self._events.popleft()
                 self._dropped += 1
             self._events.append(event)
+
+    def leave(self) -> None:
+        """The run goes on under another driver: from here on nothing is told of it, its end neither. Does not wait."""
+        self._left = True
+        self._wake.set()
 
     def finish(
         self,
@@ -178,7 +184,8 @@ class Tracker:
         if self._thread is None or self._ending is not None:
             return
         deadline, made_with = time.monotonic() + 0.9 * timeout_s, made_with or {}
-        self._ending = _Ending(status, summary, artifacts, made_with, time.time(), deadline, timeout_s)
+        if not self._left:
+            self._ending = _Ending(status, summary, artifacts, made_with, time.time(), deadline, timeout_s)
         self._wake.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():  # stuck where nothing should be: what it holds in memory is not on disk
@@ -195,7 +202,7 @@ class Tracker:
             self._open()
             self._recorder = Recorder(max(self._store.newest_step, _newest_step(self._spool)))
             self._first_try.set()
-            while self._fatal is None and not self._turn():
+            while self._fatal is None and not self._left and not self._turn():
                 self._wake.wait(0.3 if self._ending else PERIOD_S)
                 self._wake.clear()
         except Exception as error:  # the job must not end for this, and must not lose what it has
@@ -332,7 +339,7 @@ class Tracker:
 
     def _keep(self) -> None:
         """Puts to disk what was not delivered, and says so."""
-        if self._fatal is not None and not self._store.run_id:
+        if self._left or (self._fatal is not None and not self._store.run_id):
             self._pending.clear()
             return
         self._spool_pending()

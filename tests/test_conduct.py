@@ -1,0 +1,107 @@
+"""How a job is ended: the parts are real, only the workers are missing."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from elastic_spark import conduct
+from elastic_spark.config import JobConfig
+from elastic_spark.core import events as ev
+from elastic_spark.core import job as core
+from elastic_spark.driver import jobfile
+from elastic_spark.driver.jobfile import JobFile
+from elastic_spark.errors import JobHeld
+
+pytestmark = pytest.mark.timeout(119, func_only=True)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """An empty SQLite store, to be copied: MLflow takes seconds to make one."""
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+class Bench:
+    """A job whose training is ``end``, a function of the run and its journal that says how it ended."""
+
+    def __init__(self, folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.uri = f"sqlite:///{shutil.copy(database, folder)}"
+        options = {"work_dir": str(folder / "work"), "tracking_uri": self.uri, "experiment": "conduct", "verbose": 0}
+        self.settings = JobConfig.resolve(job_name="job", num_proc=1, min_num_proc=1, max_num_proc=1, **options)
+        self.run = conduct.Run(self.settings, None, b"", {}, lambda worker, lines: None)
+        self.faults: list[str] = []
+        monkeypatch.setattr(self.run, "_fault", lambda kind, why: self.faults.append(kind))
+        self.other = JobFile(self.run.store_uri, lambda why: None)
+
+    def train(self, end):
+        self.run._conduct = lambda journal, *_: (end(journal), [])
+        with self.run.reserved():
+            return self.run.train()
+
+    def tracked(self):
+        client = MlflowClient(self.uri)
+        experiment = client.get_experiment_by_name("conduct")
+        return client.search_runs([experiment.experiment_id]) if experiment else []
+
+
+@pytest.fixture
+def bench(tmp_path, database, monkeypatch):
+    monkeypatch.setattr(jobfile, "STALE_S", 0.3)
+    monkeypatch.setattr(jobfile, "RENEW_S", 1_000.0)  # no renewal, unless a test says when
+    return Bench(tmp_path, database, monkeypatch)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_the_run_of_a_driver_that_lost_the_job_is_the_new_ones(bench, monkeypatch, noticed):
+    if noticed:
+        monkeypatch.setattr(jobfile, "RENEW_S", 0.2)
+
+    def end(journal):
+        with bench.run.job_file._writing:  # as one that is suspended
+            record, resumed = bench.other.claim()
+        assert (record.run_id, resumed) == (bench.run.run_id, True)
+        limit = time.monotonic() + 30.0
+        while noticed and not bench.faults:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        error = "the job was taken over" if noticed else ""
+        journal.append(ev.JobFinished(at=time.time(), status="FAILED", error=error))
+        return core.Ended("FAILED", error, "JobHeld")
+
+    with pytest.raises(JobHeld):
+        bench.train(end)
+    assert bench.faults == (["JobHeld"] if noticed else [])
+    (run,) = bench.tracked()
+    assert run.info.status == "RUNNING"
+    assert {"elastic.error", "mlflow.note.content"}.isdisjoint(run.data.tags)
+    assert (bench.other.read().status, bench.other.taken_by()) == ("RUNNING", None)
+    bench.other.release("FINISHED")
+
+
+def test_a_run_of_its_own_ends_with_the_driver_that_lost_the_job(bench):
+    """Of two drivers that begin at once, each has made a run."""
+
+    def end(journal):
+        bench.other.claim(run_id="0" * 32)
+        return core.Ended("FAILED", "the job was taken over", "JobHeld")
+
+    with pytest.raises(JobHeld):
+        bench.train(end)
+    assert [run.info.status for run in bench.tracked()] == ["FAILED"]
+    bench.other.release("FINISHED")
+
+
+def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
+    monkeypatch.setattr(bench.run, "_freeze", lambda before: (bench.other.claim(), ({}, {}))[1])
+    with pytest.raises(JobHeld, match="was taken over by process"):
+        bench.train(lambda journal: core.Ended("FINISHED"))
+    assert bench.tracked() == []
+    assert bench.other.read().status == "RUNNING"
+    bench.other.release("FINISHED")
