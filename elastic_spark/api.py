@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, overload
 from elastic_spark import closure
 from elastic_spark.conduct import Run
 from elastic_spark.config import JobConfig
+from elastic_spark.outlet import Outlet
 
 LARGE_CLOSURE = 64 << 20
 
@@ -71,7 +73,8 @@ def run(
         fn: runs on every worker; called as ``fn(ctx, *args, **kwargs)`` where its first parameter is named ``ctx``,
             else as ``fn(*args, **kwargs)``.
         stdout, stderr: streams for the workers' output; default: shown on stderr when ``verbose`` is 2. The last lines
-            of a worker that is lost are in the event log in any case.
+            of a worker that is lost are in the event log in any case. A stream that breaks, or takes nothing for a
+            while, misses lines; the job goes on.
         data: data sets by name: a Spark DataFrame, the path or URI of Parquet files, or what `freeze` made of either.
         config: YAML file with options.
         options: any further field of `elastic_spark.JobConfig`.
@@ -112,22 +115,23 @@ def run(
         print(
             f"elastic_spark: the training function carries {size} MB along; give data by data={{...}}", file=sys.stderr
         )
-    streams = _Output(stdout, stderr, settings.verbose, prefix_output_with_timestamp)
-    job = Run(settings, context, payload, data or {}, streams.lines)
-    with job.reserved():
+    terminal = Outlet(sys.stderr)
+    stream = stdout or stderr or (sys.stderr if settings.verbose >= 2 else None)
+    output = terminal if stream is sys.stderr else Outlet(stream)
+    lines = _Output(output, prefix_output_with_timestamp).lines
+    job = Run(settings, context, payload, data or {}, lines, terminal)
+    with contextlib.closing(terminal), contextlib.closing(output), job.reserved():
         return Result(*job.train())
 
 
 class _Output:
-    """The workers' output, where it is wanted."""
+    """The workers' output, each line with its worker's name."""
 
-    def __init__(self, stdout: Any, stderr: Any, verbose: int, timestamps: bool) -> None:
-        self._stream = stdout or stderr or (sys.stderr if verbose >= 2 else None)
+    def __init__(self, outlet: Outlet, timestamps: bool) -> None:
+        self._outlet = outlet
         self._timestamps = timestamps
 
     def lines(self, worker: str, lines: tuple[str, ...]) -> None:
-        if self._stream is None:
-            return
         stamp = time.strftime("%H:%M:%S ") if self._timestamps else ""
         for line in lines:
-            self._stream.write(f"{stamp}[{worker}] {line}\n")
+            self._outlet.write(f"{stamp}[{worker}] {line}\n")

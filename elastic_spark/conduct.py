@@ -28,6 +28,7 @@ from elastic_spark.core.metrics import Summary
 from elastic_spark.core.resume import differences, noted
 from elastic_spark.driver.journal import Journal
 from elastic_spark.interrupts import Interrupts
+from elastic_spark.outlet import Outlet
 
 if TYPE_CHECKING:
     from elastic_spark.tracking import Tracker
@@ -43,11 +44,13 @@ class Run:
         payload: bytes,
         data: Mapping[str, Any],
         output: Callable[[str, tuple[str, ...]], None],
+        terminal: Outlet,
     ) -> None:
         from elastic_spark.driver.jobfile import JobFile
         from elastic_spark.driver.resume import find_start, store_uri
 
-        self.settings, self.context, self.payload, self.output = settings, context, payload, output
+        self.settings, self.context, self.payload = settings, context, payload
+        self.output, self.terminal = output, terminal
         self.begin = find_start(settings, lambda which: _tracked(settings, which))
         self.name = self.begin.job_name or f"job-{uuid.uuid4().hex[:8]}"
         self.work = Path(settings.work_dir).absolute() / self.name
@@ -117,7 +120,7 @@ class Run:
             if self.settings.verbose >= 1:
                 from elastic_spark.progress import Progress
 
-                readers.append(Progress(sys.stderr).publish)
+                readers.append(Progress(self.terminal).publish)
             journal = Journal(path, readers)
             with self._status_page(path):
                 ended, values = self._conduct(journal, manifests, plans, newest, rejected, notes)
@@ -417,7 +420,7 @@ class Run:
         except errors.EnvironmentUnfit:  # no matplotlib: the page has the same picture
             pass
         except Exception as error:  # the job's end must be told whatever happens to its report
-            print(f"elastic_spark: no report: {type(error).__name__}: {error}", file=sys.stderr)
+            self.terminal.write(f"elastic_spark: no report: {type(error).__name__}: {error}\n")
         return artifacts
 
 

@@ -2,8 +2,8 @@
 
 On a terminal the line is rewritten in place, at most once per ``interval_s``, and changes, checkpoints that fail and
 warnings are printed above it. Elsewhere (a log file, a notebook's driver log) those are plain lines too, and the state
-of the training is one more plain line every `PLAIN_EVERY` intervals. Nothing here may disturb the job: a stream that
-breaks is left alone.
+of the training is one more plain line every `PLAIN_EVERY` intervals. Nothing here may disturb the job: give it an
+`Outlet`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from elastic_spark.core import events as ev
 from elastic_spark.core.guard import told
 from elastic_spark.core.metrics import PauseMeter, RateMeter
 from elastic_spark.core.verdict import seconds
+from elastic_spark.outlet import Outlet
 
 PLAIN_EVERY = 5
 
@@ -30,13 +31,12 @@ class Progress:
         interval_s: least time between two updates of the line, in seconds.
     """
 
-    def __init__(self, stream: TextIO, *, interval_s: float = 1.0) -> None:
+    def __init__(self, stream: TextIO | Outlet, *, interval_s: float = 1.0) -> None:
         self._stream = stream
-        self._terminal = bool(getattr(stream, "isatty", lambda: False)())
+        self._terminal = stream.isatty()
         self._interval = interval_s if self._terminal else PLAIN_EVERY * interval_s
         self._drawn_at = -math.inf
         self._width = 0
-        self._broken = False
         self._rates = RateMeter()
         self._pauses = PauseMeter()
         self._members = 0
@@ -108,35 +108,26 @@ class Progress:
     def _draw(self, now: float) -> None:
         self._drawn_at = now
         if not self._terminal:
-            self._write(f"{_clock(now)} {self.line(now)}\n")
+            self._stream.write(f"{_clock(now)} {self.line(now)}\n")
             return
         room = max(20, shutil.get_terminal_size((120, 24)).columns - 1)
         text = self.line(now)[:room]
-        self._write("\r" + text.ljust(self._width))
+        self._stream.write("\r" + text.ljust(self._width))
         self._width = len(text)
 
     def _say(self, now: float, text: str) -> None:
         """A line that stays."""
         clear = "\r" + " " * self._width + "\r" if self._terminal and self._width else ""
-        self._write(f"{clear}{_clock(now)} {text}\n")
+        self._stream.write(f"{clear}{_clock(now)} {text}\n")
         self._width = 0
         self._drawn_at = -math.inf if self._terminal else self._drawn_at
 
     def _end(self, event: ev.JobFinished) -> None:
         if self._step:
             self._draw(event.at)
-        self._write("\n" if self._terminal and self._width else "")
+        self._stream.write("\n" if self._terminal and self._width else "")
         self._width = 0
         self._say(event.at, event.status + (f": {event.error.strip().splitlines()[-1]}" if event.error.strip() else ""))
-
-    def _write(self, text: str) -> None:
-        if self._broken or not text:
-            return
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):  # a closed terminal or pipe
-            self._broken = True
 
 
 def _notable(event: ev.Event) -> str:

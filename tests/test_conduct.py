@@ -16,6 +16,7 @@ from elastic_spark.core import job as core
 from elastic_spark.driver import jobfile
 from elastic_spark.driver.jobfile import JobFile
 from elastic_spark.errors import JobHeld
+from elastic_spark.outlet import Outlet
 
 pytestmark = pytest.mark.timeout(119, func_only=True)
 
@@ -35,7 +36,7 @@ class Bench:
         self.uri = f"sqlite:///{shutil.copy(database, folder)}"
         options = {"work_dir": str(folder / "work"), "tracking_uri": self.uri, "experiment": "conduct", "verbose": 0}
         self.settings = JobConfig.resolve(job_name="job", num_proc=1, min_num_proc=1, max_num_proc=1, **options)
-        self.run = conduct.Run(self.settings, None, b"", {}, lambda worker, lines: None)
+        self.run = conduct.Run(self.settings, None, b"", {}, lambda worker, lines: None, Outlet(None))
         self.faults: list[str] = []
         monkeypatch.setattr(self.run, "_fault", lambda kind, why: self.faults.append(kind))
         self.other = JobFile(self.run.store_uri, lambda why: None)

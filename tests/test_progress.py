@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_spark.core import events as ev
+from elastic_spark.outlet import Outlet
 from elastic_spark.progress import Progress
 
 GOLDEN = Path(__file__).parent / "goldens" / "churn.jsonl"
@@ -122,7 +123,7 @@ def test_a_resumed_job_says_from_where():
 
 def test_a_broken_stream_disturbs_nobody(golden):
     stream = io.StringIO()
-    progress = Progress(stream)
     stream.close()
+    progress = Progress(Outlet(stream))
     for event in golden:
         progress.publish(event)
