@@ -132,7 +132,10 @@ class Run:
             self.interrupts.hold()
             self.status = self.status or "FAILED"
             if journal is not None:
-                journal.close()
+                try:
+                    journal.close()
+                except OSError as error:  # the disk is full: the job's end must be told whatever happens to its log
+                    self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
             figures = summary.result()
             if tracker is not None:
                 self._leave_run()

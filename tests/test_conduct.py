@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
 from elastic_spark.driver import jobfile
 from elastic_spark.driver.jobfile import JobFile
+from elastic_spark.driver.journal import Journal
 from elastic_spark.errors import JobHeld
 from elastic_spark.outlet import Outlet
 
@@ -106,3 +109,48 @@ def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
     assert bench.tracked() == []
     assert bench.other.read().status == "RUNNING"
     bench.other.release("FINISHED")
+
+
+def fill_the_disk(journal):
+    """From here on the log cannot be written; the file stays as it is."""
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), journal._file.fileno())
+
+
+def test_a_job_that_fails_as_its_disk_is_full_says_so_everywhere(bench):
+    def end(journal):
+        journal.append(ev.Warned(at=1.0, message="before"))
+        fill_the_disk(journal)
+        journal.append(ev.Warned(at=2.0, message="after"))
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        bench.train(end)
+    assert caught.value.errno == errno.ENOSPC
+    (run,) = bench.tracked()
+    assert (run.info.status, run.info.end_time is not None) == ("FAILED", True)
+    assert bench.other.read().status == "FAILED"
+
+
+def test_a_log_that_cannot_be_closed_does_not_change_how_the_job_ended(bench):
+    def end(journal):
+        journal._file.write("half")
+        fill_the_disk(journal)
+        return core.Ended("FINISHED")
+
+    assert bench.train(end)[0] == []
+    assert [run.info.status for run in bench.tracked()] == ["FINISHED"]
+    assert bench.other.read().status == "FINISHED"
+
+
+def test_a_log_goes_on_with_a_new_line_behind_a_torn_one(tmp_path):
+    path, messages = tmp_path / "events.jsonl", ["one", "two", "three"]
+    for number, message in enumerate(messages):
+        journal = Journal(path)
+        journal.append(ev.Warned(at=float(number), message=message))
+        journal.close()
+        if message == "two":
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size - 9)
+    with path.open() as lines:
+        assert [event.message for event in ev.read_log(lines)] == ["one", "three"]
+    assert len(path.read_text().splitlines()) == 3

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic_spark.core.events import Event, to_json
+from elastic_spark.torn import is_torn
 
 
 class Journal:
@@ -19,8 +20,11 @@ class Journal:
     def __init__(self, path: Path, readers: Sequence[Callable[[Event], None]] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        torn = is_torn(path)
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the job
         self._readers = list(readers)
+        if torn:
+            self._file.write("\n")
 
     def append(self, event: Event) -> None:
         self._file.write(to_json(event) + "\n")

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from elastic_spark.torn import is_torn
+
 
 class Spool:
     """``limit_bytes`` bounds what waits. Beyond it metrics are cut and counted; others may use half as much again."""
@@ -25,7 +27,7 @@ class Spool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._size = self.path.stat().st_size if self.path.exists() else 0
         self._sent = min(_number(self._marker), self._size)
-        if self._size and not _ends_with_newline(self.path):  # torn by a crash: what follows starts a line of its own
+        if is_torn(self.path):
             self._write(b"\n")
 
     @property
@@ -93,9 +95,3 @@ def _number(path: Path) -> int:
         return max(0, int(path.read_text()))
     except (OSError, ValueError):
         return 0
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
