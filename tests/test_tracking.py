@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -520,6 +521,37 @@ def test_a_black_hole_stops_nobody_and_keeps_everything(server, black_hole, make
     assert artifacts_of(server.uri, run_id) == ["elastic/events.jsonl"]
     assert replay(str(tmp_path / "spool"), tracking_uri=server.uri) == run_id  # nothing more to send, nothing made
     assert len(runs_of(server.uri, "test_a_black_hole_stops_nobody_and_keeps_everything")) == 1
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_local_store_that_hangs_at_the_end_keeps_nobody_waiting_and_loses_nothing(make, tmp_path, database, begun):
+    """One request may take two minutes there: it is the one under way when the job ends."""
+    folder = Path(shutil.copy(database, tmp_path / "local.db"))
+    tracker = make(f"sqlite:///{folder}?timeout=100")  # how long SQLite waits for a lock
+    other = sqlite3.connect(folder, isolation_level=None)
+    if not begun:
+        other.execute("BEGIN EXCLUSIVE")
+        tracker._store.limit_s, limit_s = 1.0, tracker._store.limit_s
+        threading.Timer(0.5, lambda: setattr(tracker._store, "limit_s", limit_s)).start()
+    run_id = tracker.start({"a": 1}, {})
+    assert bool(run_id) == begun
+    if begun:
+        other.execute("BEGIN EXCLUSIVE")
+    tracker.publish(loss(1))
+    time.sleep(2.0)  # the request is on its way
+    begin = time.monotonic()
+    tracker.finish("FINISHED", summary=summarise([]), artifacts={}, timeout_s=6.0)
+    assert time.monotonic() - begin < 6.5
+    assert not tracker._thread.is_alive()
+    other.execute("ROLLBACK")
+    other.close()
+    kept = [json.loads(line) for line in (tmp_path / "spool" / SPOOL).read_text().splitlines()]
+    assert [r["step"] for r in kept if r["kind"] == "metric" and r["key"] == "loss"] == [1]
+    assert [r["status"] for r in kept if r["kind"] == "end"] == ["FINISHED"]
+    assert any("replay(" in text for text in tracker.said)
+    run_id = replay(str(tmp_path / "spool"))
+    assert run_of(tracker.uri, run_id).info.status == "FINISHED"
+    assert points(tracker.uri, run_id, "loss") == [(1, 0.5)]
 
 
 def test_a_server_that_hangs_in_mid_job_and_then_answers(proxy, make):

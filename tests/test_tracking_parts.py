@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,17 @@ def test_a_call_that_never_returns_is_left_behind_and_few_of_them_are():
         if thread.name == "elastic-spark-mlflow-call":
             thread.join(10.0)
     assert call(lambda: 4, 5.0) == 4
+
+
+def test_a_deadline_ends_the_call_that_is_under_way():
+    call, release = Bounded(), threading.Event()
+    timer = threading.Timer(0.2, lambda: setattr(call, "deadline", time.monotonic() + 0.3))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer within [01]\."):
+        call(lambda: release.wait(60.0), 50.0)
+    assert 0.4 < time.monotonic() - begin < 10.0
+    release.set()
 
 
 def test_nothing_imports_mlflow_before_it_is_needed():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+#: How soon a new deadline is seen.
+LOOK_S = 0.25
 
 
 class Bounded:
@@ -14,9 +19,13 @@ class Bounded:
 
     A call that does not return in time is left behind: its thread ends when the call does. While ``most_left`` of them
     are alive no new one is begun, so a store that swallows requests costs a handful of threads, not one per request.
+
+    Attributes:
+        deadline: of the monotonic clock; no call is waited for beyond it. It may be set while one is.
     """
 
     def __init__(self, most_left: int = 4) -> None:
+        self.deadline = math.inf
         self._most_left = most_left
         self._left: list[threading.Thread] = []
 
@@ -24,7 +33,7 @@ class Bounded:
         """The value of ``call()``, or what it raises.
 
         Raises:
-            TimeoutError: no answer within ``limit_s`` seconds, or too many earlier calls hang.
+            TimeoutError: no answer within ``limit_s`` seconds or before the deadline, or too many earlier calls hang.
         """
         self._left = [thread for thread in self._left if thread.is_alive()]
         if len(self._left) >= self._most_left:
@@ -39,11 +48,15 @@ class Bounded:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="elastic-spark-mlflow-call", daemon=True)
+        begin = time.monotonic()
         thread.start()
-        thread.join(limit_s)
-        if thread.is_alive():
-            self._left.append(thread)
-            raise TimeoutError(f"no answer within {limit_s:.1f} s")
+        while thread.is_alive():
+            now = time.monotonic()
+            left = min(begin + limit_s, self.deadline) - now
+            if left <= 0:
+                self._left.append(thread)
+                raise TimeoutError(f"no answer within {now - begin:.1f} s")
+            thread.join(min(left, LOOK_S))
         if errors:
             raise errors[0]
         return values[0]

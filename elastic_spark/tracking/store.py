@@ -7,7 +7,6 @@ made, none is ever set.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
 import time
@@ -67,7 +66,7 @@ class Refused(Exception):
 class Store:
     """The run of one job. All methods are for one thread.
 
-    Every request ends after ``limit_s`` seconds, and none is begun after ``deadline`` (of the monotonic clock).
+    Every request ends after ``limit_s`` seconds, and at ``deadline``, after which none is begun.
     """
 
     def __init__(self, meta: Mapping[str, Any], warn: Callable[[str], None]) -> None:
@@ -75,7 +74,6 @@ class Store:
         self.uri: str = meta["uri"]
         self.remote = urlparse(self.uri).scheme in ("http", "https") or self.uri.startswith("databricks")
         self.limit_s = 15.0 if self.remote else 120.0
-        self.deadline = math.inf
         self.run_id: str | None = None
         self.experiment_id = ""
         self.newest_step = 0
@@ -85,6 +83,15 @@ class Store:
         self._artifact_uri = ""
         self._models = True
         self._attempts = 0
+
+    @property
+    def deadline(self) -> float:
+        """Of the monotonic clock. May be set from another thread, and counts for the request that is under way."""
+        return self._bounded.deadline
+
+    @deadline.setter
+    def deadline(self, at: float) -> None:
+        self._bounded.deadline = at
 
     # --- is it there --------------------------------------------------------------------------------------------------
 

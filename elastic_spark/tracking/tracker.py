@@ -184,6 +184,7 @@ class Tracker:
         if self._thread is None or self._ending is not None:
             return
         deadline, made_with = time.monotonic() + 0.9 * timeout_s, made_with or {}
+        self._store.deadline = deadline
         if not self._left:
             self._ending = _Ending(status, summary, artifacts, made_with, time.time(), deadline, timeout_s)
         self._wake.set()
@@ -221,7 +222,6 @@ class Tracker:
             return False
         records = self._end_records(ending)
         self._pending += records
-        self._store.deadline = ending.deadline
         while True:
             self._next_try = 0.0
             if self._deliver():
@@ -285,6 +285,9 @@ class Tracker:
                 return True
             except Away as error:
                 self._store.why = str(error)
+                if time.monotonic() > self._store.deadline:  # which says nothing of the store
+                    self._gone(self._store.why)
+                    return False
                 if not self._store.remote:
                     time.sleep(0.1 * 2**attempt)
             except ConfigError as error:
