@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import secrets
 import shlex
@@ -22,10 +21,9 @@ from elastic_spark.checkpoint import Checkpoint, CheckpointStore
 from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
-from elastic_spark.core.lanes import LanePlan, choose_lanes
-from elastic_spark.core.manifest import Manifest
+from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.metrics import Summary
-from elastic_spark.core.resume import differences, noted
+from elastic_spark.driver.datasets import Datasets
 from elastic_spark.driver.journal import Journal
 from elastic_spark.interrupts import Interrupts
 from elastic_spark.outlet import Outlet
@@ -105,16 +103,17 @@ class Run:
 
     def _train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
         newest, rejected = self._newest()
-        manifests, plans = self._freeze(newest.fields.get("plans", {}) if newest is not None else {})
-        notes = {name: noted(plan, manifests[name].digest) for name, plan in plans.items()}
-        _require_the_same(newest, notes)
+        before = newest.fields.get("plans", {}) if newest is not None else {}
+        datasets = Datasets.freeze(self.data, self.settings, self.settings.data_uri or str(self.work / "data"), before)
+        if newest is not None:
+            datasets.require_the_order_of(newest)
         self.job_file.require()  # freezing takes a while
         path, summary, tracker = self.work / "events.jsonl", Summary(), self._tracker()
         self.tracker = tracker
         readers, journal = [summary.add], None
         try:
             if tracker is not None:
-                self.run_id = tracker.start(_params(self.settings, plans), {"elastic.events": str(path)})
+                self.run_id = tracker.start(_params(self.settings, datasets.plans), {"elastic.events": str(path)})
                 readers.append(tracker.publish)
             self._read_the_past(path, newest, summary, tracker)
             if self.settings.verbose >= 1:
@@ -123,7 +122,7 @@ class Run:
                 readers.append(Progress(self.terminal).publish)
             journal = Journal(path, readers)
             with self._status_page(path):
-                ended, values = self._conduct(journal, manifests, plans, newest, rejected, notes)
+                ended, values = self._conduct(journal, datasets, newest, rejected)
             self.status = ended.status
         except (KeyboardInterrupt, errors.JobCancelled):
             self.status = self.status or "KILLED"
@@ -207,27 +206,6 @@ class Run:
             page.close()
             link.unlink(missing_ok=True)
 
-    def _freeze(self, before: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Manifest], dict[str, LanePlan]]:
-        """The data in its order. ``before``: what the checkpoint to go on from notes of it; lanes are taken from there,
-        as their default depends on ``max_num_proc``, which may be another one now."""
-        settings = self.settings
-        assert settings.max_num_proc is not None
-        manifests: dict[str, Manifest] = {}
-        plans: dict[str, LanePlan] = {}
-        if not self.data:
-            return manifests, plans
-        from elastic_spark.driver.freeze import freeze
-
-        for name, source in self.data.items():
-            base = settings.data_uri or str(self.work / "data")
-            frozen = isinstance(source, Manifest)
-            manifest = source if frozen else freeze(source, f"{base.rstrip('/')}/{name}", name=name)
-            held = before.get(name, {}).get("lanes")
-            lanes = settings.lanes or held or choose_lanes(settings.max_num_proc, settings.global_batch, manifest.rows)
-            manifests[name] = manifest
-            plans[name] = LanePlan(manifest.group_rows, lanes, settings.global_batch, settings.seed, settings.shuffle)
-        return manifests, plans
-
     def _newest(self) -> tuple[Checkpoint | None, list[Any]]:
         from elastic_spark.driver.resume import base_of
 
@@ -246,11 +224,9 @@ class Run:
     def _conduct(
         self,
         journal: Any,
-        manifests: Mapping[str, Manifest],
-        plans: Mapping[str, LanePlan],
+        datasets: Datasets,
         newest: Checkpoint | None,
         rejected: Sequence[Any],
-        notes: Mapping[str, Any],
     ) -> tuple[core.Ended, list[Any]]:
         """Start controller and slots, wait for the end, and leave nothing behind."""
         from elastic_spark.agent.main import Launch
@@ -269,13 +245,13 @@ class Run:
             host=spark.driver_host(self.context),
             key=key,
             job_id=self.job_id,
-            plans=plans,
+            plans=datasets.plans,
             seed=settings.seed,
             balance=settings.balance,
             journal=journal,
             store=self.store,
             keep=settings.keep_checkpoints,
-            noted={"run_id": self.run_id, "plans": notes},
+            noted={"run_id": self.run_id, "plans": datasets.notes()},
             resumed=newest,
             members_path=self.work / "members.json",
             worker_output=self.output,
@@ -288,14 +264,14 @@ class Run:
         address = controller.start()
         payload = None
         try:
-            self._record_start(controller, manifests, plans, newest, rejected)
+            self._record_start(controller, datasets, newest, rejected)
             payload = self.context.broadcast(self.payload)
             launch = Launch(
                 job_id=self.job_id,
                 address=address,
                 key=key,
                 payload=payload,
-                worker=self._worker_config(manifests, plans),
+                worker=self._worker_config(datasets),
                 env=self._worker_env(),
                 notices=settings.notices,
             )
@@ -334,8 +310,7 @@ class Run:
     def _record_start(
         self,
         controller: Any,
-        manifests: Mapping[str, Manifest],
-        plans: Mapping[str, LanePlan],
+        datasets: Datasets,
         newest: Checkpoint | None,
         rejected: Sequence[Any],
     ) -> None:
@@ -360,41 +335,15 @@ class Run:
         )
         for item in rejected:
             controller.record(lambda now, item=item: ev.CheckpointRejected(at=now, uri=item.uri, reason=item.reason))
-        for name, plan in plans.items():
-            controller.record(
-                lambda now, name=name, plan=plan: ev.DatasetFrozen(
-                    at=now,
-                    dataset=name,
-                    rows=plan.rows,
-                    digest=manifests[name].digest,
-                    lanes=plan.lanes,
-                    seed=plan.seed,
-                    global_batch=plan.global_batch,
-                    steps_per_epoch=plan.steps_per_epoch,
-                    row_groups=len(plan.groups),
-                    shuffle=plan.shuffle,
-                )
-            )
+        for name in datasets.plans:
+            controller.record(lambda now, name=name: datasets.frozen(name, now))
         for sentence in spark.settings_that_hurt(self.context):
             controller.record(lambda now, text=sentence: ev.Warned(at=now, message=text, where="Spark settings"))
 
-    def _worker_config(self, manifests: Mapping[str, Manifest], plans: Mapping[str, LanePlan]) -> dict[str, Any]:
+    def _worker_config(self, datasets: Datasets) -> dict[str, Any]:
         settings = self.settings
-        datasets = {
-            name: {
-                "manifest": json.loads(manifest.to_json()),
-                "groups": plans[name].groups,
-                "plan": {
-                    "lanes": plans[name].lanes,
-                    "global_batch": plans[name].global_batch,
-                    "seed": plans[name].seed,
-                    "shuffle": plans[name].shuffle,
-                },
-            }
-            for name, manifest in manifests.items()
-        }
         return {
-            "datasets": datasets,
+            "datasets": datasets.for_workers(),
             "seed": settings.seed,
             "cache_dir": settings.cache_dir,
             "checkpoint_uri": self.store_uri,
@@ -434,18 +383,6 @@ def _tracked(settings: JobConfig, which: str) -> Any:
 
     found = find_checkpoint(which, tracking_uri=settings.tracking_uri)
     return Tracked(**found, is_run=not which.startswith("m-"))
-
-
-def _require_the_same(checkpoint: Checkpoint | None, notes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ResumeRefused where going on from the checkpoint would silently break a guarantee."""
-    if checkpoint is None:
-        return
-    found = differences(checkpoint.fields.get("plans", {}), notes, checkpoint.fields.get("cursors", {}))
-    if found:
-        raise errors.ResumeRefused(
-            f"the checkpoint {checkpoint.uri} (step {checkpoint.step}) is not one of this order of rows: "
-            f"{'; '.join(found)}. To begin anew, choose another job_name"
-        )
 
 
 def _unpickled(blobs: Sequence[bytes | None]) -> list[Any]:

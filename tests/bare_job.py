@@ -32,6 +32,7 @@ from elastic_spark.core.lanes import LanePlan, choose_lanes
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.core.metrics import summarise
 from elastic_spark.driver.controller import Controller
+from elastic_spark.driver.datasets import Datasets
 from elastic_spark.driver.journal import Journal
 from elastic_spark.errors import ProtocolError
 from elastic_spark.transport import Channel
@@ -94,21 +95,15 @@ class BareJob:
             on_notice=lambda executor: None,
         )
         self._address = self.controller.start()
+        datasets = Datasets(manifests, self.plans)
         self._config = {
-            "datasets": {
-                name: {
-                    "manifest": json.loads(manifest.to_json()),
-                    "groups": self.plans[name].groups,
-                    "plan": {"lanes": self.plans[name].lanes, "global_batch": global_batch, "seed": seed},
-                }
-                for name, manifest in manifests.items()
-            },
+            "datasets": datasets.for_workers(),
             **{"seed": seed, "cache_dir": None, "checkpoint_uri": None, "rpo_target_s": 10.0, "ckpt_budget": 0.01},
             **{"address": list(self._address), "key": KEY.hex(), "job_id": "bare", "nics": ["lo"]},
             **config,
         }
         self._payload = cloudpickle.dumps((function, (), {}))
-        self._record_start(num_proc, max_num_proc, manifests)
+        self._record_start(num_proc, max_num_proc, datasets)
         self._agents: dict[int, Channel] = {}
         self._hosted: dict[str, tuple[int, Channel]] = {}  # worker -> its pid and its agent's channel
         self._slots = 0
@@ -198,16 +193,11 @@ class BareJob:
             self.log.append(event)
             self._changed.notify_all()
 
-    def _record_start(self, num_proc: int, max_num_proc: int, manifests: Mapping[str, Manifest]) -> None:
+    def _record_start(self, num_proc: int, max_num_proc: int, datasets: Datasets) -> None:
         sizes = {"num_proc": num_proc, "min_num_proc": 1, "max_num_proc": max_num_proc}
         self.controller.record(lambda now: ev.JobStarted(at=now, job_name="bare", job_id="bare", run_id="", **sizes))
-        for name, plan in self.plans.items():
-            fields = {
-                **{"dataset": name, "rows": plan.rows, "digest": manifests[name].digest, "lanes": plan.lanes},
-                **{"seed": plan.seed, "global_batch": plan.global_batch, "row_groups": len(plan.groups)},
-                "steps_per_epoch": plan.steps_per_epoch,
-            }
-            self.controller.record(lambda now, fields=fields: ev.DatasetFrozen(at=now, **fields))
+        for name in self.plans:
+            self.controller.record(lambda now, name=name: datasets.frozen(name, now))
 
     def _serve(self) -> None:
         heartbeat_at = 0.0

@@ -29,6 +29,7 @@ from elastic_spark.core import job as core
 from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.metrics import summarise
 from elastic_spark.driver.controller import Controller
+from elastic_spark.driver.datasets import Datasets
 from elastic_spark.driver.freeze import freeze
 from elastic_spark.driver.journal import Journal
 from elastic_spark.testing.counting import assert_agree, assert_exact, read_steps, train_counting
@@ -117,34 +118,21 @@ class World:
             on_notice=lambda executor: None,
         )
         address = self.controller.start()
-        self.controller.record(
-            lambda now: ev.DatasetFrozen(
-                at=now,
-                dataset="train",
-                rows=plan.rows,
-                digest=manifest.digest,
-                lanes=plan.lanes,
-                seed=plan.seed,
-                global_batch=BATCH,
-                steps_per_epoch=plan.steps_per_epoch,
-                row_groups=len(plan.groups),
-            )
-        )
+        datasets = Datasets({"train": manifest}, {"train": plan})
+        self.controller.record(lambda now: datasets.frozen("train", now))
         keywords = {
             "rows": ROWS,
             "epochs": self.epochs,
             "log_dir": str(self.steps_dir),
             "on_step": Pace(self.slow, self.epochs, late=self.schedule.seed % 2 == 1),
         }
-        described = {"lanes": plan.lanes, "global_batch": BATCH, "seed": plan.seed, "shuffle": True}
-        data = {"manifest": manifest_body(manifest), "groups": plan.groups, "plan": described}
         self.launch = Launch(
             job_id=f"chaos-{self.schedule.seed}-{os.getpid()}",
             address=address,
             key=key,
             payload=closure.pack(self._function or train_counting, (), {} if self._function else keywords),
             worker={
-                "datasets": {"train": data},
+                "datasets": datasets.for_workers(),
                 "seed": self.schedule.seed,
                 "cache_dir": None,
                 "checkpoint_uri": uri,
@@ -379,12 +367,6 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-def manifest_body(manifest: Any) -> Any:
-    import json
-
-    return json.loads(manifest.to_json())
 
 
 def run_schedules(schedules: Sequence[Schedule], folder: Path) -> dict[str, Any]:
