@@ -58,6 +58,7 @@ class Run:
         self.store = CheckpointStore(self.store_uri)
         self.job_file = JobFile(self.store_uri, self._lost)
         self.tracker: Tracker | None = None
+        self.journal: Journal | None = None
         self.controller: Any = None
         self.interrupts = Interrupts()
         self.status = ""  # how the job ended, once that is known
@@ -67,17 +68,19 @@ class Run:
             self.controller.post(core.Fault(kind, why))
 
     def _lost(self, why: str) -> None:
-        self._leave_run()
+        self._leave_to_the_taker()
         self._fault("JobHeld", why)
 
-    def _leave_run(self) -> None:
-        """Tell nothing more of the tracking run where it goes on under a driver that has taken the job. A run that is
-        not that driver's own ends with this job."""
-        taker, tracker = self.job_file.taken_by(), self.tracker
-        if taker is None or tracker is None:
+    def _leave_to_the_taker(self) -> None:
+        """Tell nothing more in what a driver that has taken the job goes on with: the tracking run, if it is the same
+        one, and on the same machine the event log."""
+        taker = self.job_file.taken_by()
+        if taker is None:
             return
-        if taker.run_id and taker.run_id == (tracker.run_id or self.record.run_id):
-            tracker.leave()
+        if self.journal is not None and taker.host == self.record.host:
+            self.journal.leave()
+        if self.tracker is not None and taker.run_id and taker.run_id == (self.tracker.run_id or self.record.run_id):
+            self.tracker.leave()
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
@@ -120,7 +123,7 @@ class Run:
                 from elastic_spark.progress import Progress
 
                 readers.append(Progress(self.terminal).publish)
-            journal = Journal(path, readers)
+            journal = self.journal = Journal(path, readers)
             with self._status_page(path):
                 ended, values = self._conduct(journal, datasets, newest, rejected)
             self.status = ended.status
@@ -137,7 +140,7 @@ class Run:
                     self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
             figures = summary.result()
             if tracker is not None:
-                self._leave_run()
+                self._leave_to_the_taker()
                 made_with = {"command": _command(sys.argv), **_versions()}
                 tracker.finish(self.status, summary=figures, artifacts=self._artifacts(path), made_with=made_with)
                 self.run_id = figures["run_id"] = tracker.run_id

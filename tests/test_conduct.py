@@ -82,6 +82,8 @@ def test_the_run_of_a_driver_that_lost_the_job_is_the_new_ones(bench, monkeypatc
     with pytest.raises(JobHeld):
         bench.train(end)
     assert bench.faults == (["JobHeld"] if noticed else [])
+    log = (bench.run.work / "events.jsonl").read_text()
+    assert ("JobFinished" in log) is not noticed, "the log is the new one's, too"
     (run,) = bench.tracked()
     assert run.info.status == "RUNNING"
     assert {"elastic.error", "mlflow.note.content"}.isdisjoint(run.data.tags)
@@ -103,7 +105,8 @@ def test_a_run_of_its_own_ends_with_the_driver_that_lost_the_job(bench):
 
 
 def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
-    monkeypatch.setattr(bench.run, "_freeze", lambda before: (bench.other.claim(), ({}, {}))[1])
+    nothing = conduct.Datasets({}, {})
+    monkeypatch.setattr(conduct.Datasets, "freeze", lambda *_: (bench.other.claim(), nothing)[1])
     with pytest.raises(JobHeld, match="was taken over by process"):
         bench.train(lambda journal: core.Ended("FINISHED"))
     assert bench.tracked() == []

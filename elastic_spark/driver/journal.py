@@ -23,11 +23,17 @@ class Journal:
         torn = is_torn(path)
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the job
         self._readers = list(readers)
+        self._left = False
         if torn:
             self._file.write("\n")
 
+    def leave(self) -> None:
+        """Another driver writes this file now: the readers alone are told from here on."""
+        self._left = True
+
     def append(self, event: Event) -> None:
-        self._file.write(to_json(event) + "\n")
+        if not self._left:
+            self._file.write(to_json(event) + "\n")
         for reader in self._readers:
             reader(event)
 
