@@ -1,6 +1,6 @@
 """The driver's side of checkpoints: it alone makes a checkpoint of what a worker has written, and it alone chooses one.
 
-What may block, committing and verifying, runs in one thread of its own; facts are appended back in the event loop.
+What may block (committing, verifying, deleting) runs in threads of its own; facts are appended back in the event loop.
 """
 
 from __future__ import annotations
