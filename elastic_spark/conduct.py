@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from elastic_spark import errors
-from elastic_spark.checkpoint import Checkpoint, CheckpointStore
+from elastic_spark.checkpoint import Checkpoint, CheckpointStore, gist
 from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
@@ -71,6 +71,15 @@ class Run:
         self._leave_to_the_taker()
         self._fault("JobHeld", why)
 
+    def _is_ours(self) -> bool:
+        """Whether no other driver has taken the job, for whoever is about to change what they would share."""
+        try:
+            self.job_file.require()
+        except errors.JobHeld as lost:
+            self._lost(str(lost))
+            return False
+        return True
+
     def _leave_to_the_taker(self) -> None:
         """Tell nothing more in what a driver that has taken the job goes on with: the tracking run, if it is the same
         one, and on the same machine the event log."""
@@ -123,7 +132,7 @@ class Run:
                 from elastic_spark.progress import Progress
 
                 readers.append(Progress(self.terminal).publish)
-            journal = self.journal = Journal(path, readers)
+            journal = self.journal = Journal(path, readers, self._is_ours)
             with self._status_page(path):
                 ended, values = self._conduct(journal, datasets, newest, rejected)
             self.status = ended.status
@@ -262,6 +271,7 @@ class Run:
             on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
             on_notice=lambda executor: slots.decommission(executor) if slots is not None else None,
             read=_unpickled,
+            is_ours=self._is_ours,
         )
         self.interrupts.cancel_by(lambda why: controller.post(core.Fault("JobCancelled", why)))
         address = controller.start()
@@ -336,7 +346,7 @@ class Run:
                 versions=_versions(),
             )
         )
-        for item in rejected:
+        for item in gist(rejected):
             controller.record(lambda now, item=item: ev.CheckpointRejected(at=now, uri=item.uri, reason=item.reason))
         for name in datasets.plans:
             controller.record(lambda now, name=name: datasets.frozen(name, now))

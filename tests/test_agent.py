@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from elastic_spark.agent.forkserver import Forked, ForkServer, Interpreter, Started
-from elastic_spark.agent.process import MARK, worker_environment
+from elastic_spark.agent.main import Launch, places
+from elastic_spark.agent.process import MARK, sweep, worker_environment
 
 LIMIT_S = 90.0
 MEMORY = os.memfd_create("now"), os.memfd_create("before")
@@ -122,6 +123,24 @@ def test_no_fork_where_an_import_has_started_a_thread(tmp_path: Path):
     os.kill(process.pid, signal.SIGKILL)
     assert ended(process) == -signal.SIGKILL
     server.close()
+
+
+def test_an_agent_of_a_driver_before_ends_nothing_of_its_successor():
+    """Two drivers of one job, the first one still alive, both with an agent of the same slot on this machine."""
+    job = f"test-{os.getpid()}-turns"
+    first, second = (Launch(job, ("", 0), b"", None, {}, {}) for _ in range(2))
+    agents, sleepers = [], []
+    for launch in (first, second):
+        place, mark = places(launch, 0)
+        agents.append((place, mark))
+        sleepers.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark}))
+    try:
+        assert sweep(agents[0][1]) == [sleepers[0].pid], "its end"
+        assert sweep(agents[1][0]) == [sleepers[1].pid], "the next one's beginning"
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
 
 
 def test_a_guard_kills_a_stopped_group_when_its_owner_is_killed():

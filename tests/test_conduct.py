@@ -91,6 +91,22 @@ def test_the_run_of_a_driver_that_lost_the_job_is_the_new_ones(bench, monkeypatc
     bench.other.release("FINISHED")
 
 
+def test_a_driver_that_stood_still_asks_whose_the_job_is_before_it_tells_anything(bench):
+    def end(journal):
+        bench.other.claim()
+        journal._beat_at = (time.monotonic() - 20.0, time.time() - 20.0)
+        journal.append(ev.MetricsReported(at=time.time(), step=1, values={"loss": 1.0}))
+        return core.Ended("FAILED", "the job was taken over", "JobHeld")
+
+    with pytest.raises(JobHeld):
+        bench.train(end)
+    assert bench.faults[0] == "JobHeld"
+    assert (bench.run.work / "events.jsonl").read_text() == ""
+    (run,) = bench.tracked()
+    assert (run.info.status, run.data.metrics) == ("RUNNING", {})
+    bench.other.release("FINISHED")
+
+
 def test_a_run_of_its_own_ends_with_the_driver_that_lost_the_job(bench):
     """Of two drivers that begin at once, each has made a run."""
 

@@ -239,6 +239,20 @@ def test_a_world_that_is_rolled_back_between_two_tries_writes_no_manifest(
     assert [item.reason for item in bench.of(ev.CheckpointSkipped)] == ["its world was rolled back"]
 
 
+def test_a_driver_that_has_lost_its_job_publishes_and_deletes_nothing(tmp_path: Path) -> None:
+    ours = [True]
+    bench = Bench(tmp_path, keep=1, is_ours=lambda: ours[0])
+    bench.write(10)
+    bench.write(20)
+    assert bench.steps() == [20]
+    ours[0] = False
+    bench.write(30)
+    bench.driver.alarmed(20)
+    bench.call(bench.driver.distrust())
+    assert bench.steps() == [20]
+    assert bench.of(ev.CheckpointSkipped)[-1].reason == "another driver has taken the job"
+
+
 def test_storage_that_does_not_answer_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.1)
     monkeypatch.setattr(module, "COMMIT_TRIES", 1)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import platform
 import re
+import secrets
 import select
 import socket
 import sys
@@ -65,13 +66,19 @@ def run_agent(launch: Launch, slot: int, attempt: int, resources: dict[str, list
         "executable": sys.executable,
     }
     channel = Channel.connect(launch.address, launch.key, hello)
-    mark = f"{launch.job_id}/slot-{slot}/"
-    sweep(mark)  # what a killed attempt of this same slot may have left on this machine
+    place, mark = places(launch, slot)
+    sweep(place)  # what a killed attempt of this same slot, or a driver before, may have left on this machine
     agent = _Agent(launch, channel, resources, mark)
     try:
         yield agent.serve()
     finally:
         agent.stop()
+
+
+def places(launch: Launch, slot: int) -> tuple[str, str]:
+    """How the mark of every process begins that any agent of this slot has started, and that of this agent's own."""
+    place = f"{launch.job_id}/slot-{slot}/"
+    return place, f"{place}{secrets.token_hex(4)}/"
 
 
 class _Agent:

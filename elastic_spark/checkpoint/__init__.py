@@ -15,7 +15,7 @@ No file here is a pickle, none is written in place, none is mapped into memory.
 """
 
 from elastic_spark.checkpoint.background import BackgroundWriter, WriteOutcome
-from elastic_spark.checkpoint.manifest import JSON, Checkpoint, Rejected, StoredFile, WrittenPart
+from elastic_spark.checkpoint.manifest import JSON, Checkpoint, Rejected, StoredFile, WrittenPart, gist
 from elastic_spark.checkpoint.store import CheckpointStore
 from elastic_spark.checkpoint.tensorfile import shares
 
@@ -28,5 +28,6 @@ __all__ = [
     "StoredFile",
     "WriteOutcome",
     "WrittenPart",
+    "gist",
     "shares",
 ]

@@ -7,12 +7,18 @@ checkpoint's name, or (verify only) ``"all"``.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_spark.checkpoint import manifest
 from elastic_spark.checkpoint.manifest import Checkpoint, Rejected
 from elastic_spark.checkpoint.store import CheckpointStore
 from elastic_spark.errors import CheckpointInvalid
+
+T = TypeVar("T")
+
+NONE_THERE = (
+    "no checkpoint under {uri}: those of a job are in CHECKPOINT_URI/JOB_NAME, or WORK_DIR/JOB_NAME/checkpoints"
+)
 
 
 def locate(uri: str) -> tuple[CheckpointStore, str | None]:
@@ -53,9 +59,9 @@ def verify(uri: str, which: str = "all", *, job_id: str | None = None) -> list[d
     return _some([row for row in rows if row["status"] != "unfinished"], uri)
 
 
-def _some(rows: list[dict[str, Any]], uri: str) -> list[dict[str, Any]]:
+def _some(rows: list[T], uri: str) -> list[T]:
     if not rows:
-        raise CheckpointInvalid(f"no checkpoint under {uri}: a job's are under its checkpoint_uri, or WORK_DIR/NAME")
+        raise CheckpointInvalid(NONE_THERE.format(uri=uri))
     return rows
 
 
@@ -75,6 +81,7 @@ def prune(uri: str, keep: int, *, keep_best: int = 0, job_id: str | None = None)
     store, only = locate(uri)
     if only:
         raise CheckpointInvalid(f"{uri} is one checkpoint: prune the store that holds it, {store.uri}")
+    _some(store.attempts(job_id), uri)
     return store.prune(keep, keep_best=keep_best, job_id=job_id)
 
 

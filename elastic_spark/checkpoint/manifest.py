@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from elastic_spark.errors import CheckpointError, CheckpointInvalid
@@ -146,6 +146,15 @@ class Rejected:
     uri: str
     reason: str
     finished: bool = True
+
+
+def gist(rejected: Sequence[Rejected]) -> list[Rejected]:
+    """For people: of writes that were cut short, of which there may be hundreds, the newest one, with their number."""
+    cut = [item for item in rejected if not item.finished]
+    if len(cut) < 2:
+        return list(rejected)
+    newest = replace(cut[0], reason=f"{cut[0].reason}; so are {len(cut) - 1} more")
+    return [newest if item is cut[0] else item for item in rejected if item.finished or item is cut[0]]
 
 
 def compose(step: int, token: str, parts: Sequence[WrittenPart], fields: Mapping[str, JSON]) -> bytes:

@@ -46,6 +46,7 @@ class Ledger:
         self._generation = 0
         self._members: frozenset[str] = frozenset()
         self._pending: dict[int, dict[str, Report]] = {}
+        self._givers: dict[str, int] = {}  # how many members gave a value in the last step that all have reported
 
     def report(self, worker: str, generation: int, reports: Iterable[Report]) -> None:
         """Take down what a member reports; strangers and older generations are passed over."""
@@ -106,7 +107,7 @@ class Ledger:
                 facts.append(self._fact(run, step - len(run), now))
                 run = []
             run.append(reports)
-            values = _means(reports)
+            values = self._values(reports)
             if values:
                 facts.append(ev.MetricsReported(at=now, step=step, values=values))
         if run:
@@ -125,6 +126,18 @@ class Ledger:
             wait_s=sum(max(item.wait_s for item in reports.values()) for reports in run),
             hashes=self._hashes(run),
         )
+
+    def _values(self, reports: Mapping[str, Report]) -> dict[str, float]:
+        """The mean over the members. Of a step that not all lived to report there is none where fewer gave a value than
+        before: each may be a share, and what the others had is not known."""
+        given: dict[str, list[float]] = {}
+        for item in reports.values():
+            for name, value in item.values.items():
+                given.setdefault(name, []).append(value)
+        if self._members <= reports.keys():
+            self._givers |= {name: len(values) for name, values in given.items()}
+        needed = {name: self._givers.get(name, len(self._members)) for name in given}
+        return {name: sum(values) / len(values) for name, values in given.items() if len(values) >= needed[name]}
 
     def _hashes(self, run: list[dict[str, Report]]) -> Mapping[str, str]:
         out = {}
@@ -155,11 +168,3 @@ def _continues(before: Mapping[str, Report], after: Mapping[str, Report]) -> boo
         and old.keys() == new.keys()
         and all(new[name] == (epoch, offset + 1) for name, (epoch, offset) in old.items())
     )
-
-
-def _means(reports: Mapping[str, Report]) -> dict[str, float]:
-    sums: dict[str, list[float]] = {}
-    for item in reports.values():
-        for name, value in item.values.items():
-            sums.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sums.items()}

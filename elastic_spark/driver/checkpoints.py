@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart
+from elastic_spark.checkpoint import Checkpoint, CheckpointStore, WrittenPart, gist
 from elastic_spark.core import events as ev
 from elastic_spark.driver.lane import Lane
 from elastic_spark.errors import CheckpointError, StorageFailed
@@ -27,6 +27,7 @@ class DriverCheckpoints:
         keep: how many stay. only_good: never choose one whose writer found NaN in it.
         resumed: the one that the job's first generation starts from, of this job or of another.
         append: takes a fact. now: unix time.
+        is_ours: whether no other driver has taken the job, asked before anything is published or deleted; may block.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class DriverCheckpoints:
         resumed: Checkpoint | None,
         append: Callable[[ev.Event], None],
         now: Callable[[], float],
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
         self._only_good, self._undone = only_good, 0
@@ -50,7 +52,7 @@ class DriverCheckpoints:
         self._waiting: dict[tuple[int, str], dict[int, tuple[WrittenPart, Mapping[str, Any]]]] = {}
         self._job_id = job_id
         self._identity = {"job_id": job_id, **noted}
-        self._append, self._now = append, now
+        self._append, self._now, self._is_ours = append, now, is_ours
         self._parent: str | None = resumed.name if resumed is not None else None
         self._thread, self._pruner = Lane("checkpoints"), Lane("old checkpoints")
         self._superfluous = False  # there may be some to delete
@@ -104,15 +106,21 @@ class DriverCheckpoints:
             if why := self._undone_or_refused(parts[0].step, whole["generation"]):
                 raise CheckpointError(why)
             try:
-                return await self._thread(
-                    lambda: self._store.commit(parts[0].step, parts[0].token, parts, fields=whole), ANSWER_S
-                )
+                return await self._thread(lambda: self._commit(parts, whole), ANSWER_S)
             except TimeoutError:
                 raise StorageFailed(f"storage has not answered for {ANSWER_S:g} s") from None
             except StorageFailed:
                 if tries == COMMIT_TRIES:
                     raise
             await asyncio.sleep(COMMIT_AGAIN_S)
+
+    def _commit(self, parts: Sequence[WrittenPart], whole: Mapping[str, Any]) -> Checkpoint:
+        self._require_ours()
+        return self._store.commit(parts[0].step, parts[0].token, parts, fields=whole)
+
+    def _require_ours(self) -> None:
+        if not self._is_ours():
+            raise CheckpointError("another driver has taken the job")
 
     def _undone_or_refused(self, step: int, generation: int) -> str:
         if generation <= self._undone:
@@ -125,9 +133,13 @@ class DriverCheckpoints:
             self._superfluous = False
             try:
                 async with self._choosing:
-                    await self._pruner(lambda: self._store.prune(self._keep, job_id=self._job_id))
+                    await self._pruner(self._delete_old)
             except Exception as error:
                 self._append(ev.Warned(at=self._now(), where="old checkpoints", message=str(error)))
+
+    def _delete_old(self) -> None:
+        self._require_ours()
+        self._store.prune(self._keep, job_id=self._job_id)
 
     async def finish(self, limit_s: float) -> None:
         """No commit comes any more. Storage that does not answer within ``limit_s`` seconds is not waited for."""
@@ -197,11 +209,12 @@ class DriverCheckpoints:
         if found is None and self._resumed is not None and self._resumed.job_id != self._job_id:
             reason = refuse(self._resumed)  # the checkpoint of another job, which this one began from
             found = self._resumed if not reason else None
-        for item in rejected:
+        for item in gist(rejected):
             self._append(ev.CheckpointRejected(at=self._now(), uri=item.uri, reason=item.reason))
         return found
 
     def _discard_from(self, step: int) -> None:
+        self._require_ours()
         for item in self._store.list(self._job_id):
             if item.step >= step:
                 self._store.discard(item.step, item.token)

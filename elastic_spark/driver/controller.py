@@ -57,6 +57,7 @@ class Controller:
         worker_output: called with lines of the workers' output.
         on_generation: called with ``(generation, cause, size)``. on_agent: with ``(slot, executor)``.
         on_notice: with an executor whose machine will go.
+        read: makes values of what the ranks returned. is_ours: whether no other driver has taken the job; may block.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Controller:
         on_agent: Callable[[int, str], None],
         on_notice: Callable[[str], None],
         read: Callable[[Sequence[bytes | None]], list[Any]] = list,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._journal = journal
         self._members_path, self._published = members_path, 0
@@ -106,6 +108,7 @@ class Controller:
             resumed=resumed,
             append=journal.append,
             now=self._now,
+            is_ours=is_ours,
         )
         self._commits: dict[asyncio.Task[None], int] = {}  # those under way, of which step
         self._background: set[asyncio.Task[Any]] = set()
@@ -197,6 +200,7 @@ class Controller:
         self._started.set()
         try:
             while not self._over.is_set():
+                self._journal.beat()
                 self._turn(core.Tick(self._ledger.committed))
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
                 self._consider_speed()
@@ -246,7 +250,7 @@ class Controller:
             if worker.stage is not core.Stage.WARMING and not self._is_draining(worker)
         ]
         version = hash(tuple(sorted(member.id for member in listed)))
-        if version != self._published:
+        if version != self._published and not self._journal.left:
             self._published = version
             discovery.publish(self._members_path, listed, self._job.generation)
 
@@ -438,7 +442,8 @@ class Controller:
         deadline = time.monotonic() + FAREWELL_S
         while (self._peers.agents or self._peers.workers) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        discovery.publish(self._members_path, [], self._job.generation)
+        if not self._journal.left:
+            discovery.publish(self._members_path, [], self._job.generation)
 
 
 def _minor(version: str) -> str:

@@ -31,6 +31,8 @@ from elastic_spark.errors import JobHeld, StorageFailed
 
 RENEW_S = 3.0
 RELEASE_S = 5.0
+#: Storage that does not say within so many seconds whose the job is, is not waited for.
+LOOK_S = 5.0
 STALE_S = 12.0
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"job-(\d{9})\.json")
@@ -85,11 +87,18 @@ class JobFile:
                 break
         return None
 
-    def taken_by(self) -> JobRecord | None:
-        """The record of the driver that has taken the job from this one; None while nothing says so. Once it is lost it
-        stays lost."""
-        with contextlib.suppress(StorageFailed):
-            self._look()
+    def taken_by(self, limit_s: float = LOOK_S) -> JobRecord | None:
+        """The record of the driver that has taken the job from this one; None while nothing says so within ``limit_s``
+        seconds. Once it is lost it stays lost."""
+
+        def look() -> None:
+            with contextlib.suppress(StorageFailed):
+                self._look()
+
+        if self._taker is None:
+            looking = threading.Thread(target=look, name="look at the lease", daemon=True)
+            looking.start()
+            looking.join(limit_s)
         return self._taker
 
     def require(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from elastic_spark.checkpoint import CheckpointStore
 from elastic_spark.core import events as ev
 from elastic_spark.testing import StandaloneCluster
 from elastic_spark.testing.counting import assert_agree, assert_exact, read_steps
@@ -137,6 +138,41 @@ def test_a_terminated_driver_is_killed_and_leaves_nothing(submitted: Submitted, 
     # where its JVM was told, too, that has ended before the driver, which has the rest of its 30 s
     submitted.cluster.wait_for(lambda: submitted.run().info.status == "KILLED", 20.0, "the driver's last word")
     assert submitted.events(ev.JobFinished)[-1].status == "KILLED"
+
+
+def test_a_driver_that_was_stopped_for_longer_than_its_lease_harms_nothing_when_it_wakes_up(
+    submitted: Submitted,
+) -> None:
+    """Another one has taken the job meanwhile, on the same machine; the first one's workers had gone on without it."""
+    added = [submitted.cluster.add_worker() for _ in range(2)]  # the stopped application keeps its own
+    submitted.submit()
+    submitted.wait_checkpoint()
+    first, driver = submitted.process, submitted.driver_pid()
+    assert first is not None
+    os.kill(driver, signal.SIGSTOP)
+    try:
+        submitted.submit()
+        submitted.wait_checkpoint(after=len(submitted.events(ev.CheckpointWritten)))
+    finally:
+        os.kill(driver, signal.SIGCONT)
+    assert first.wait(timeout=60) != 0
+    (submitted.folder / "slow").unlink()
+    assert submitted.process is not None
+    assert submitted.process.wait(timeout=200) == 0
+    for worker in added:
+        submitted.cluster.remove_worker(worker)
+    story = json.loads((submitted.folder / "result.json").read_text())
+    assert_exact(story["w"], EPOCHS)
+    summary = story["summary"]
+    assert (summary["rows_twice"], summary["rows_never"]) == (0, 0)
+    assert (len(submitted.events(ev.JobStarted)), len(submitted.events(ev.JobFinished))) == (2, 1)
+    assert submitted.events(ev.WorkerLost) == []
+    (unpublished,) = submitted.events(ev.CheckpointRejected)
+    assert "more" in unpublished.reason, "one line for all of them"
+    assert submitted.run().info.status == "FINISHED"
+    store = CheckpointStore(str(Path(summary["checkpoints"][-1]["uri"]).parent))
+    told = {event.uri for event in submitted.events(ev.CheckpointWritten)}
+    assert {item.uri for item in store.list()} <= told, "what the first one's workers wrote is no checkpoint"
 
 
 def test_a_corrupt_newest_checkpoint_is_passed_over_with_the_reason(submitted: Submitted) -> None:

@@ -248,6 +248,16 @@ def test_what_a_rank_did_not_live_to_report_is_taken_from_the_plan() -> None:
         assert (fact.missing, fact.hashes) == (1, hashes)
 
 
+def test_of_a_step_that_not_all_lived_to_report_no_value_is_told_that_may_be_a_share() -> None:
+    ledger = Ledger()
+    ledger.begin(1, ["a", "b"], 0, "start", 0.0)
+    ledger.report("a", 1, [report(1, loss=1.0, of_rank_0=7.0), report(2, loss=1.0, of_rank_0=8.0, new=1.0)])
+    ledger.report("b", 1, [report(1, loss=3.0)])
+    facts = ledger.complete(1.0) + ledger.begin(2, ["a"], 2, "b lost", 2.0)
+    told = [fact.values for fact in facts if isinstance(fact, ev.MetricsReported)]
+    assert told == [{"loss": 2.0, "of_rank_0": 7.0}, {"of_rank_0": 8.0}]
+
+
 def test_a_report_found_in_memory_completes_what_others_said_and_counts_nobody_twice() -> None:
     ledger = Ledger()
     ledger.begin(1, ["a", "b"], 0, "start", 0.0)
