@@ -71,22 +71,27 @@ class Run:
         self._leave_to_the_taker()
         self._fault("JobHeld", why)
 
-    def _is_ours(self) -> bool:
-        """Whether no other driver has taken the job, for whoever is about to change what they would share."""
+    def _require_ours(self) -> None:
+        """As `JobFile.require`, for whoever is about to change what a driver that has taken the job would share."""
         try:
             self.job_file.require()
         except errors.JobHeld as lost:
             self._lost(str(lost))
-            return False
-        return True
+            raise
+
+    def _stood_still(self) -> None:
+        """This process may have been stopped for a while, or its job lost before there was anybody to tell."""
+        if self.job_file.taken_by() is not None:
+            with contextlib.suppress(errors.JobHeld):
+                self._require_ours()
 
     def _leave_to_the_taker(self) -> None:
-        """Tell nothing more in what a driver that has taken the job goes on with: the tracking run, if it is the same
-        one, and on the same machine the event log."""
+        """Tell nothing more in what a driver that has taken the job goes on with: the event log, and the tracking run
+        if it is the same one."""
         taker = self.job_file.taken_by()
         if taker is None:
             return
-        if self.journal is not None and taker.host == self.record.host:
+        if self.journal is not None:
             self.journal.leave()
         if self.tracker is not None and taker.run_id and taker.run_id == (self.tracker.run_id or self.record.run_id):
             self.tracker.leave()
@@ -119,7 +124,8 @@ class Run:
         datasets = Datasets.freeze(self.data, self.settings, self.settings.data_uri or str(self.work / "data"), before)
         if newest is not None:
             datasets.require_the_order_of(newest)
-        self.job_file.require()  # freezing takes a while
+        if self.job_file.taken_by() is not None:  # freezing takes a while
+            self.job_file.require()
         path, summary, tracker = self.work / "events.jsonl", Summary(), self._tracker()
         self.tracker = tracker
         readers, journal = [summary.add], None
@@ -132,7 +138,7 @@ class Run:
                 from elastic_spark.progress import Progress
 
                 readers.append(Progress(self.terminal).publish)
-            journal = self.journal = Journal(path, readers, self._is_ours)
+            journal = self.journal = Journal(path, readers, self._stood_still)
             with self._status_page(path):
                 ended, values = self._conduct(journal, datasets, newest, rejected)
             self.status = ended.status
@@ -148,10 +154,12 @@ class Run:
                 except OSError as error:  # the disk is full: the job's end must be told whatever happens to its log
                     self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
             figures = summary.result()
+            figures["status"] = self.status  # the log may not have been told
             if tracker is not None:
                 self._leave_to_the_taker()
                 made_with = {"command": _command(sys.argv), **_versions()}
-                tracker.finish(self.status, summary=figures, artifacts=self._artifacts(path), made_with=made_with)
+                artifacts = self._artifacts(path) if journal is None or not journal.left else {}
+                tracker.finish(self.status, summary=figures, artifacts=artifacts, made_with=made_with)
                 self.run_id = figures["run_id"] = tracker.run_id
         if not self.interrupts.interrupted:
             _raise_if_failed(ended)
@@ -205,13 +213,13 @@ class Run:
             page = StatusPage(path, self.name, host=settings.status_host, port=settings.status_port)
         except OSError as error:
             place = f"{settings.status_host}:{settings.status_port}"
-            print(f"elastic_spark: no live status at {place}: {error}", file=sys.stderr)
+            self.terminal.write(f"elastic_spark: no live status at {place}: {error}\n")
             yield
             return
         link.unlink(missing_ok=True)
         link.touch(mode=0o600)
         link.write_text(page.url + "\n")
-        print(f"elastic_spark: live status at {page.url}", file=sys.stderr)
+        self.terminal.write(f"elastic_spark: live status at {page.url}\n")
         try:
             yield
         finally:
@@ -271,10 +279,11 @@ class Run:
             on_agent=lambda slot, executor: slots.agent_seen(slot, executor) if slots is not None else None,
             on_notice=lambda executor: slots.decommission(executor) if slots is not None else None,
             read=_unpickled,
-            is_ours=self._is_ours,
+            require_ours=self._require_ours,
         )
         self.interrupts.cancel_by(lambda why: controller.post(core.Fault("JobCancelled", why)))
         address = controller.start()
+        self._stood_still()
         payload = None
         try:
             self._record_start(controller, datasets, newest, rejected)
@@ -313,7 +322,7 @@ class Run:
         with contextlib.suppress(Exception):
             if not controller.wait(0.0):
                 controller.post(core.Fault("JobCancelled", "the driver failed"))
-                controller.wait(40.0)
+                controller.wait(100.0)  # storage that hangs has its limits there
         if slots is not None:
             slots.stop()
         if payload is not None:

@@ -105,9 +105,8 @@ class Outlet:
     def _wait_for_room(self) -> None:
         """Outside of the stream: inside, its lock would hold up everyone who prints, and the interpreter's end."""
         try:
-            number = self._stream.fileno()
+            poll = select.poll()
+            poll.register(self._stream.fileno(), select.POLLOUT)
         except Exception:  # no file is behind it
             return
-        poll = select.poll()
-        poll.register(number, select.POLLOUT)
         poll.poll()

@@ -17,7 +17,7 @@ from elastic_spark.checkpoint import BackgroundWriter, CheckpointStore, WriteOut
 from elastic_spark.core import events as ev
 from elastic_spark.driver import checkpoints as module
 from elastic_spark.driver.checkpoints import DriverCheckpoints
-from elastic_spark.errors import StorageFailed
+from elastic_spark.errors import JobHeld, StorageFailed
 
 T = TypeVar("T")
 
@@ -182,6 +182,26 @@ def test_who_chooses_during_a_roll_back_chooses_behind_it(bench: Bench) -> None:
     assert bench.steps() == [10]
 
 
+def test_a_roll_back_that_storage_held_up_is_done_by_who_chooses_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        bench.write(step)
+    newest_valid = bench.store.newest_valid
+    monkeypatch.setattr(bench.store, "newest_valid", _away)
+    with pytest.raises(StorageFailed):
+        bench.call(bench.driver.good_before(20, 4))
+    monkeypatch.setattr(bench.store, "newest_valid", newest_valid)
+    found = bench.call(bench.driver.newest(5))
+    assert found is not None
+    assert found.step == 10
+    assert bench.steps() == [10]
+
+
+def _away(*_: Any, **__: Any) -> Any:
+    raise StorageFailed("away")
+
+
 def test_a_roll_back_that_is_done_is_not_what_the_next_alarm_speaks_of(bench: Bench) -> None:
     for step in (10, 20):
         bench.write(step)
@@ -241,7 +261,12 @@ def test_a_world_that_is_rolled_back_between_two_tries_writes_no_manifest(
 
 def test_a_driver_that_has_lost_its_job_publishes_and_deletes_nothing(tmp_path: Path) -> None:
     ours = [True]
-    bench = Bench(tmp_path, keep=1, is_ours=lambda: ours[0])
+
+    def require_ours() -> None:
+        if not ours[0]:
+            raise JobHeld("another driver has taken the job")
+
+    bench = Bench(tmp_path, keep=1, require_ours=require_ours)
     bench.write(10)
     bench.write(20)
     assert bench.steps() == [20]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,17 @@ def test_a_driver_that_lost_the_job_leaves_it_to_the_new_holder(
     assert (taker.holder, second.taken_by()) == (record.holder, None)
     second.release("FINISHED")
     assert stored().status == "FINISHED"
+
+
+def test_storage_that_hangs_at_the_end_costs_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobfile, "RELEASE_S", 0.3)
+    monkeypatch.setattr(jobfile, "LOOK_S", 0.3)
+    held = JobFile(str(tmp_path / "job"), lambda why: None)
+    held.claim()
+    answers = threading.Event()
+    monkeypatch.setattr(held._storage, "files", lambda folder: answers.wait(60.0) and {})
+    assert held.taken_by() is None
+    began = time.monotonic()
+    held.release("FINISHED")
+    answers.set()
+    assert time.monotonic() - began < 10.0

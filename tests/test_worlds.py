@@ -64,7 +64,9 @@ def test_what_is_in_memory_and_as_new_as_any_checkpoint_waits_for_no_storage() -
 
 
 def test_what_is_in_memory_serves_where_a_newer_checkpoint_cannot_be_read() -> None:
-    assert start_from(Stored(30, None), found=20) == (None, [])
+    step, told = start_from(Stored(30, None), found=20)
+    assert step is None
+    assert {type(item) for item in told} == {core.Reading}, "it was tried again"
     step, told = start_from(Stored(30, 60.0), found=20)
     assert step is None
     assert {type(item) for item in told} == {core.Reading}

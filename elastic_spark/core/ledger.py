@@ -8,6 +8,7 @@ said so: this is where "no committed step lost" is checked, by the figures thems
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -129,7 +130,7 @@ class Ledger:
 
     def _values(self, reports: Mapping[str, Report]) -> dict[str, float]:
         """The mean over the members. Of a step that not all lived to report there is none where fewer gave a value than
-        before: each may be a share, and what the others had is not known."""
+        before: each may be a share, and what the others had is not known. What is not finite is told in any case."""
         given: dict[str, list[float]] = {}
         for item in reports.values():
             for name, value in item.values.items():
@@ -137,7 +138,10 @@ class Ledger:
         if self._members <= reports.keys():
             self._givers |= {name: len(values) for name, values in given.items()}
         needed = {name: self._givers.get(name, len(self._members)) for name in given}
-        return {name: sum(values) / len(values) for name, values in given.items() if len(values) >= needed[name]}
+        means = {name: sum(values) / len(values) for name, values in given.items()}
+        return {
+            name: mean for name, mean in means.items() if len(given[name]) >= needed[name] or not math.isfinite(mean)
+        }
 
     def _hashes(self, run: list[dict[str, Report]]) -> Mapping[str, str]:
         out = {}

@@ -27,7 +27,8 @@ class DriverCheckpoints:
         keep: how many stay. only_good: never choose one whose writer found NaN in it.
         resumed: the one that the job's first generation starts from, of this job or of another.
         append: takes a fact. now: unix time.
-        is_ours: whether no other driver has taken the job, asked before anything is published or deleted; may block.
+        require_ours: raises JobHeld where another driver has taken the job, StorageFailed where it cannot tell; called
+            before anything is published or deleted; may block.
     """
 
     def __init__(
@@ -41,18 +42,19 @@ class DriverCheckpoints:
         resumed: Checkpoint | None,
         append: Callable[[ev.Event], None],
         now: Callable[[], float],
-        is_ours: Callable[[], bool] = lambda: True,
+        require_ours: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._keep, self._resumed = store, keep, resumed
         self._only_good, self._undone = only_good, 0
         self._alarmed: int | None = None  # the first step that an alarm since the last roll-back speaks of
         self._refused: int | None = None  # no state of this step or a later one is taken in any more
         self._choosing = asyncio.Lock()
+        self._going_back: int | None = None  # a roll-back to before this step is not done yet
         self.best = resumed.step if resumed is not None else -1  # the newest step that is safe
         self._waiting: dict[tuple[int, str], dict[int, tuple[WrittenPart, Mapping[str, Any]]]] = {}
         self._job_id = job_id
         self._identity = {"job_id": job_id, **noted}
-        self._append, self._now, self._is_ours = append, now, is_ours
+        self._append, self._now, self._require_ours = append, now, require_ours
         self._parent: str | None = resumed.name if resumed is not None else None
         self._thread, self._pruner = Lane("checkpoints"), Lane("old checkpoints")
         self._superfluous = False  # there may be some to delete
@@ -118,10 +120,6 @@ class DriverCheckpoints:
         self._require_ours()
         return self._store.commit(parts[0].step, parts[0].token, parts, fields=whole)
 
-    def _require_ours(self) -> None:
-        if not self._is_ours():
-            raise CheckpointError("another driver has taken the job")
-
     def _undone_or_refused(self, step: int, generation: int) -> str:
         if generation <= self._undone:
             return "its world was rolled back"
@@ -174,18 +172,21 @@ class DriverCheckpoints:
         """What ``generation`` starts from, where nobody alive holds any state."""
         if generation == 1:
             return self._resumed  # verified already, before anything started
+        if self._going_back is not None:  # all were lost during the roll-back
+            return await self.good_before(self._going_back, generation)
         async with self._choosing:
             return await self._choose(lambda item: item.suspect if self._only_good else "")
 
     async def good_before(self, step: int, generation: int) -> Checkpoint | None:
         """What ``generation`` goes back to: the newest good one of a step below ``step``. Those after it are of a
         history that is undone with it; they are deleted, so that no later start can take them for the newest."""
-        self._undone = generation - 1
+        self._undone, self._going_back = generation - 1, step
         async with self._choosing:  # nobody chooses one that is about to go
             found = await self._choose(lambda item: item.suspect or (_untrusted(step) if item.step >= step else ""))
             if found is not None:
                 self._parent, self.best, self._alarmed = found.name, found.step, None
                 await self._thread(lambda: self._discard_from(found.step + 1))
+            self._going_back = None
             return found
 
     def alarmed(self, step: int) -> None:

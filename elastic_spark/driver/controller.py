@@ -57,7 +57,8 @@ class Controller:
         worker_output: called with lines of the workers' output.
         on_generation: called with ``(generation, cause, size)``. on_agent: with ``(slot, executor)``.
         on_notice: with an executor whose machine will go.
-        read: makes values of what the ranks returned. is_ours: whether no other driver has taken the job; may block.
+        read: makes values of what the ranks returned.
+        require_ours: raises JobHeld where another driver has taken the job, StorageFailed where it cannot tell.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Controller:
         on_agent: Callable[[int, str], None],
         on_notice: Callable[[str], None],
         read: Callable[[Sequence[bytes | None]], list[Any]] = list,
-        is_ours: Callable[[], bool] = lambda: True,
+        require_ours: Callable[[], None] = lambda: None,
     ) -> None:
         self._journal = journal
         self._members_path, self._published = members_path, 0
@@ -108,7 +109,7 @@ class Controller:
             resumed=resumed,
             append=journal.append,
             now=self._now,
-            is_ours=is_ours,
+            require_ours=require_ours,
         )
         self._commits: dict[asyncio.Task[None], int] = {}  # those under way, of which step
         self._background: set[asyncio.Task[Any]] = set()

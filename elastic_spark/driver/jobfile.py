@@ -87,24 +87,21 @@ class JobFile:
                 break
         return None
 
-    def taken_by(self, limit_s: float = LOOK_S) -> JobRecord | None:
-        """The record of the driver that has taken the job from this one; None while nothing says so within ``limit_s``
+    def taken_by(self) -> JobRecord | None:
+        """The record of the driver that has taken the job from this one; None while nothing says so within `LOOK_S`
         seconds. Once it is lost it stays lost."""
-
-        def look() -> None:
-            with contextlib.suppress(StorageFailed):
-                self._look()
-
         if self._taker is None:
-            looking = threading.Thread(target=look, name="look at the lease", daemon=True)
-            looking.start()
-            looking.join(limit_s)
+            with contextlib.suppress(StorageFailed):
+                _within(LOOK_S, self._look)
         return self._taker
 
     def require(self) -> None:
-        """Raises JobHeld where another driver has taken the job from this one."""
-        if (taker := self.taken_by()) is not None:
-            raise JobHeld(self._lost_to(taker))
+        """Raises JobHeld where another driver has taken the job from this one, StorageFailed where that cannot be told.
+        May block for as long as the storage does."""
+        if self._taker is None:
+            self._look()
+        if self._taker is not None:
+            raise JobHeld(self._lost_to(self._taker))
 
     def _lost_to(self, taker: JobRecord) -> str:
         return f"the job at {self._uri} was taken over by process {taker.pid} on {taker.host}"
@@ -159,7 +156,7 @@ class JobFile:
         """Note the tracking run that this job is. Safe from any thread; storage that is away is told by the next
         renewal."""
         with contextlib.suppress(StorageFailed):
-            self._renew(run_id=run_id)
+            _within(RELEASE_S, lambda: self._renew(run_id=run_id))
 
     def release(self, status: str) -> None:
         """The job has ended with ``status``; nothing is written over the record of a driver that has taken it."""
@@ -168,7 +165,7 @@ class JobFile:
         deadline = time.monotonic() + RELEASE_S
         while True:
             try:
-                self._renew(status=status)
+                _within(RELEASE_S, lambda: self._renew(status=status))
                 return
             except StorageFailed as error:  # what the caller gets must not depend on this
                 if time.monotonic() > deadline:
@@ -201,6 +198,25 @@ class JobFile:
                 if taker is not None:
                     self._on_lost(self._lost_to(taker))
                     return
+
+
+def _within(limit_s: float, work: Callable[[], object]) -> None:
+    """Do it in a thread that is left behind where the storage hangs; raises StorageFailed then, or where it fails."""
+    failed: list[StorageFailed] = []
+
+    def run() -> None:
+        try:
+            work()
+        except StorageFailed as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="job file", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise StorageFailed(f"storage has not answered for {limit_s:.1f} s")
+    if failed:
+        raise failed[0]
 
 
 def _name(version: int) -> str:

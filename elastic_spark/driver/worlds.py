@@ -14,12 +14,14 @@ from elastic_spark.driver.checkpoints import DriverCheckpoints
 from elastic_spark.driver.lanes import Lanes
 from elastic_spark.driver.peers import Peers, assignments
 from elastic_spark.driver.rendezvous import Rendezvous
-from elastic_spark.errors import StorageFailed
+from elastic_spark.errors import JobHeld, StorageFailed
 
 #: A world that takes longer to meet is told, with those who hold it up. It takes tenths of a second.
 MEET_S = 3.0
 #: Between two tries to read a checkpoint, and between two words that it is being read.
 READ_AGAIN_S = 1.0
+#: A checkpoint that is newer than what is in memory may take so long to be read, or its storage be away.
+NEWER_S = 10.0
 #: The ports of so many worlds before stay open: some member may not have heard yet that its own is over.
 OPEN_WORLDS = 3
 
@@ -143,8 +145,9 @@ class Worlds:
         in_memory = effect.before is None and effect.found >= 0
         if not effect.restore or (in_memory and effect.found >= self._checkpoints.best):
             return None
-        deadline = self._now() + self._read_limit_s
-        while True:
+        limit_s = min(self._read_limit_s, NEWER_S) if in_memory else self._read_limit_s
+        deadline = self._now() + limit_s
+        while not self._is_over(effect.generation):
             reading = asyncio.ensure_future(self._choose(effect))
             while not (await asyncio.wait({reading}, timeout=READ_AGAIN_S))[0] and self._now() < deadline:
                 self._turn(core.Reading(effect.generation))
@@ -154,17 +157,17 @@ class Worlds:
                 why = "it takes longer"
             except StorageFailed as error:
                 why = str(error)
-            if in_memory:  # it may be older, and it is there
-                reading.cancel()
+            except JobHeld:
                 return None
-            if self._now() >= deadline or self._job().ended is not None:
+            if self._now() >= deadline:
                 reading.cancel()
-                limit = f"elastic_timeout={self._read_limit_s:g} s"
-                message = f"no checkpoint to go on from could be read within {limit}: {why}"
-                self._turn(core.Fault("StorageFailed", message))
+                if not in_memory:  # that may be older, but it is there
+                    message = f"no checkpoint to go on from could be read within elastic_timeout={limit_s:g} s: {why}"
+                    self._turn(core.Fault("StorageFailed", message))
                 return None
             await asyncio.sleep(READ_AGAIN_S)
             self._turn(core.Reading(effect.generation))
+        return None
 
     async def _choose(self, effect: core.Form) -> Checkpoint | None:
         if effect.before is None:

@@ -248,7 +248,7 @@ class Tracker:
             return False
         if not self._open():
             return False
-        while self._spool:
+        while self._spool and not self._left:
             read = self._spool.read(MOST_RECORDS)
             records = [record for record, _ in read]
             if self._ending is None:  # the end of an earlier driver is not the end of the run

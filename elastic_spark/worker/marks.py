@@ -94,17 +94,15 @@ class BufferMarks:
         self._modules = [item for item in objects if isinstance(item, torch.nn.Module)]
         self._seen = -1
         self._holders: list[dict[str, torch.Tensor | None]] = []  # the buffers of each module, by name
-        self._filled: list[dict[str, torch.Tensor | None]] = []  # those that are not empty; most are
         self._kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None, torch.Tensor | None]] = []
 
     def take(self) -> None:
         if self._seen != _registrations:
             self._seen = _registrations
             self._holders = [part._buffers for whole in self._modules for part in whole.modules()]
-            self._filled = [holder for holder in self._holders if holder]
         self._kept = [
             (holder, name, buffer, buffer.detach().clone() if buffer is not None else None)
-            for holder in self._filled
+            for holder in self._holders
             for name, buffer in holder.items()
         ]
 

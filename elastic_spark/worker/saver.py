@@ -166,7 +166,7 @@ class Saver:
             return
         for tries in range(END_TRIES):
             if tries:
-                time.sleep(max(0.0, self._retry_at - time.monotonic()))
+                time.sleep(max(0.0, min(self._retry_at, deadline) - time.monotonic()))
             self.token += "-end"  # of a write that failed, or of a part, the old one is used
             self._submit(state, "the end of training")
             self._written.wait(max(0.0, deadline - time.monotonic()))

@@ -143,7 +143,7 @@ class ElasticState(State):  # type: ignore[misc]
         """Leave the loop when the driver has announced a change. No collective: the others follow, see `core.job`.
 
         Behind an `optimizer.step` it waits for the commit: what is not committed is trained again, from the weights
-        that it was trained from.
+        that it was trained from. So what was gathered since a commit, as gradients of micro-batches, is dropped.
         """
         if self.is_dirty or self._host_messages.empty():
             return

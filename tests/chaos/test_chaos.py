@@ -42,7 +42,8 @@ def test_what_goes_wrong_leaves_every_invariant(jobs: Sequence[Sequence[int]], t
 
 def test_all_workers_die_at_once_and_no_committed_step_is_lost(tmp_path: Path) -> None:
     """Nobody is left who holds the state; their successors find it in the executors' memory."""
-    world = World(Schedule(0, 3, 3, 1, 60.0, (Fault(1.0, "kill_all_workers", 0, 0.0),)), tmp_path / "world")
+    schedule = Schedule(0, 3, 3, 1, 60.0, (Fault(1.0, "kill_all_workers", 0, 0.0),))
+    world = World(schedule, tmp_path / "world", budget=1.0)
     try:
         figures = world.run()
         restored = [event.restored_from for event in world.seen(ev.GenerationFormed) if event.restored_from]

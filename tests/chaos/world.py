@@ -42,16 +42,19 @@ ROOT = Path(__file__).parents[2]
 
 class Pace:
     """Called after each step: the job lasts as long as the schedule, and half-way it lasts longer. With ``late`` each
-    snapshot is copied during the step after it, as that of a large state."""
+    snapshot is copied during the step after it, as that of a large state. ``budget``: what part of the time snapshots
+    may take; at 1.0 there is one at each commit, however busy the machine is."""
 
-    def __init__(self, slow: Path, epochs: int, *, late: bool) -> None:
-        self.slow, self.half, self.late = str(slow), epochs * ROWS // BATCH // 2, late
+    def __init__(self, slow: Path, epochs: int, *, late: bool, budget: float | None) -> None:
+        self.slow, self.half, self.late, self.budget = str(slow), epochs * ROWS // BATCH // 2, late, budget
 
     def __call__(self, state: Any) -> None:
-        if self.late:
-            from elastic_spark.worker import state as module
+        from elastic_spark.worker import state as module
 
+        if self.late:
             module.LATE_FROM_S = -1.0
+        if self.budget is not None:
+            module.SNAPSHOT_BUDGET = self.budget
         if os.path.exists(self.slow):
             time.sleep(0.02 if state.step < self.half else 0.3)
 
@@ -59,7 +62,8 @@ class Pace:
 class World:
     """One job under one schedule; see `run`.
 
-    ``function`` instead of the counting model; ``host``: the driver's address; ``options`` of the core.
+    ``function`` instead of the counting model; ``host``: the driver's address; ``budget``: of snapshots, see `Pace`;
+    ``options`` of the core.
     """
 
     def __init__(
@@ -69,10 +73,11 @@ class World:
         epochs: int = 12,
         function: Callable[..., Any] | None = None,
         host: str = "127.0.0.1",
+        budget: float | None = None,
         **options: Any,
     ) -> None:
         self.schedule, self.folder, self.epochs = schedule, folder, epochs
-        self._function, self._host, self._options = function, host, options
+        self._function, self._host, self._budget, self._options = function, host, budget, options
         self.slow, self.steps_dir = folder / "slow", folder / "steps"
         self.steps_dir.mkdir(parents=True)
         self.slow.touch()
@@ -124,7 +129,7 @@ class World:
             "rows": ROWS,
             "epochs": self.epochs,
             "log_dir": str(self.steps_dir),
-            "on_step": Pace(self.slow, self.epochs, late=self.schedule.seed % 2 == 1),
+            "on_step": Pace(self.slow, self.epochs, late=self.schedule.seed % 2 == 1, budget=self._budget),
         }
         self.launch = Launch(
             job_id=f"chaos-{self.schedule.seed}-{os.getpid()}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -256,6 +258,9 @@ def test_of_a_step_that_not_all_lived_to_report_no_value_is_told_that_may_be_a_s
     facts = ledger.complete(1.0) + ledger.begin(2, ["a"], 2, "b lost", 2.0)
     told = [fact.values for fact in facts if isinstance(fact, ev.MetricsReported)]
     assert told == [{"loss": 2.0, "of_rank_0": 7.0}, {"of_rank_0": 8.0}]
+    ledger.report("a", 2, [report(3, loss=math.nan)])
+    (told,) = [fact.values for fact in ledger.begin(3, ["c"], 3, "a lost", 3.0) if isinstance(fact, ev.MetricsReported)]
+    assert math.isnan(told["loss"])
 
 
 def test_a_report_found_in_memory_completes_what_others_said_and_counts_nobody_twice() -> None:
