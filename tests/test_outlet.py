@@ -133,7 +133,6 @@ def test_a_stopped_terminal():
     termios.tcflow(follower, termios.TCOOFF)  # Ctrl-S
     output = _Output(outlet, False)
     output.lines("w1", tuple(str(number) for number in range(500)))
-    time.sleep(0.2)
     output.lines("w1", tuple(str(number) for number in range(500, 1_000)))
     termios.tcflow(follower, termios.TCOON)
     found: list[str] = []

