@@ -201,13 +201,13 @@ class JobFile:
 
 
 def _within(limit_s: float, work: Callable[[], object]) -> None:
-    """Do it in a thread that is left behind where the storage hangs; raises StorageFailed then, or where it fails."""
-    failed: list[StorageFailed] = []
+    """Do it in a thread that is left behind where the storage hangs; raises StorageFailed then, and what it raises."""
+    failed: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
-        except StorageFailed as error:
+        except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=run, name="job file", daemon=True)
