@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import SparkSession
 
 import elastic_spark as es
 from elastic_spark.core import events as ev
@@ -20,16 +21,21 @@ from elastic_spark.testing.counting import assert_agree, assert_exact, counting_
 ROWS, BATCH = 1200, 24
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[StandaloneCluster]:
     with StandaloneCluster(workers=3, pythonpath=[Path(__file__).parent]) as running:
-        running.session("tests")
         yield running
 
 
+@pytest.fixture(scope="package")
+def spark(cluster: StandaloneCluster) -> SparkSession:
+    """One application for all, as in a notebook: a job comes after others, on executors that have seen some."""
+    return cluster.session("tests")
+
+
 @pytest.fixture
-def job(cluster: StandaloneCluster, tmp_path: Path) -> Iterator[Job]:
-    running = Job(cluster, tmp_path)
+def job(cluster: StandaloneCluster, spark: SparkSession, tmp_path: Path) -> Iterator[Job]:
+    running = Job(cluster, spark, tmp_path)
     yield running
     running.finish()
 
@@ -37,9 +43,8 @@ def job(cluster: StandaloneCluster, tmp_path: Path) -> Iterator[Job]:
 class Job:
     """``es.run`` in a thread, followed through its event log."""
 
-    def __init__(self, cluster: StandaloneCluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        self.spark = cluster.session("tests")
+    def __init__(self, cluster: StandaloneCluster, spark: SparkSession, folder: Path) -> None:
+        self.cluster, self.spark, self.folder = cluster, spark, folder
         self.steps_dir, self.slow = folder / "steps", folder / "slow"
         self.steps_dir.mkdir()
         self.slow.touch()
@@ -149,11 +154,13 @@ class Job:
 
         return self.wait(ready, limit_s, f"a world of {size}")
 
-    def wait_formed(self, size: int, limit_s: float = 150.0) -> tuple[str, ...]:
-        """Until a world of ``size`` has been formed after a loss or a leave, however short it lasts; its members."""
+    def wait_formed(self, size: int, limit_s: float = 150.0, since: float = 0.0) -> tuple[str, ...]:
+        """Until a world of ``size`` has been formed after a loss or a leave (after the time ``since``), however short
+        it lasts; its members."""
 
         def formed() -> Any:
-            gone = next((e.at for e in self.events(ev.WorkerLost, ev.WorkerLeft)), float("inf"))
+            losses = (e.at for e in self.events(ev.WorkerLost, ev.WorkerLeft) if e.at >= since)
+            gone = next(losses, float("inf"))
             worlds = [e for e in self.events(ev.GenerationFormed) if e.at >= gone and len(e.members) == size]
             return tuple(worlds[0].members) if worlds else None
 
