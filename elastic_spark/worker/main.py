@@ -134,9 +134,12 @@ def _interface(address: str, nics: list[str] | None) -> str:
 
 
 def warm_up() -> None:
-    """Pay for torch's first optimizer (which imports for seconds) and backward pass now, not when others wait."""
+    """Pay for torch's first optimizer and backward pass now, not when others wait."""
     import torch
 
+    from elastic_spark.worker import dynamo
+
+    dynamo.import_when_used()
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
     weight = torch.nn.Parameter(torch.zeros(4, 4))
