@@ -21,6 +21,8 @@ a worker survive what happens around it; what they cure was observed by killing 
   touches no other socket. The next ``hvd.init()`` lifts it.
 * *interface*: the meshes of process sets, of which every job has one, ignored ``HOROVOD_GLOO_IFACE`` and listened where
   this machine's name leads: often to the loopback, and then workers of different machines never met.
+* *wait*: whoever waited for a collective asked for it again and again, each time with Python's lock in hand: a whole
+  core of each worker, for as long as the slowest one took, and no other thread of Python got on. It sleeps now.
 * *marker*: ``horovod_elastic_spark_mends()`` gives `MENDS_VERSION`; ``horovod_last_init_error()`` the last reason.
 
 The edits quote small parts of Horovod (Apache-2.0) and Gloo (BSD-3-Clause).
@@ -30,13 +32,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MENDS_VERSION = 3
+MENDS_VERSION = 4
 
 _OPERATIONS = "horovod/common/operations.cc"
 _GLOO_CONTEXT = "horovod/common/gloo/gloo_context.cc"
 _HTTP_STORE = "horovod/common/gloo/http_store.cc"
 _PROCESS_SET = "horovod/common/process_set.cc"
 _TENSOR_QUEUE = "horovod/common/tensor_queue"
+_HANDLES = "horovod/torch/handle_manager"
 _TCP = "third_party/gloo/gloo/transport/tcp/"
 
 
@@ -712,6 +715,84 @@ bool pairsInterrupted() {
       buf->signalException(ex);
     }
   }
+""",
+    ),
+    # ---- wait: horovod/torch/handle_manager, mpi_ops_v2.cc
+    Edit(
+        "wait",
+        _HANDLES + ".h",
+        """#include <atomic>
+""",
+        """#include <atomic>
+#include <condition_variable>
+""",
+    ),
+    Edit(
+        "wait",
+        _HANDLES + ".h",
+        """  bool PollHandle(int handle);
+""",
+        """  bool PollHandle(int handle);
+  // Returns once PollHandle would say true; throws where that would throw.
+  void WaitForHandle(int handle);
+""",
+    ),
+    Edit(
+        "wait",
+        _HANDLES + ".h",
+        """  std::mutex mutex_;
+""",
+        """  std::mutex mutex_;
+  std::condition_variable changed_;
+""",
+    ),
+    Edit(
+        "wait",
+        _HANDLES + ".cc",
+        """  results_[handle] = std::make_shared<Status>(status);
+}
+""",
+        """  results_[handle] = std::make_shared<Status>(status);
+  changed_.notify_all();
+}
+
+void HandleManager::WaitForHandle(int handle) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] {
+    auto found = results_.find(handle);
+    return found == results_.end() || found->second != nullptr;
+  });
+  lock.unlock();
+  PollHandle(handle);
+}
+""",
+    ),
+    Edit(
+        "wait",
+        _HANDLES + ".cc",
+        """  results_.clear();
+""",
+        """  results_.clear();
+  changed_.notify_all();
+""",
+    ),
+    Edit(
+        "wait",
+        "horovod/torch/mpi_ops_v2.cc",
+        """  while (true) {
+    if (handle_manager.PollHandle(handle)) break;
+    {
+      py::gil_scoped_release release_python_gil;
+      std::this_thread::yield();
+    }
+  }
+  auto status = handle_manager.ReleaseHandle(handle);
+""",
+        """  {
+    py::gil_scoped_release release_python_gil;
+    handle_manager.WaitForHandle(handle);
+  }
+  auto status = handle_manager.ReleaseHandle(handle);
 """,
     ),
     # ---- Gloo: loop-wake

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 
+import psutil
 import pytest
 from horovod_ranks import Pool, Rank, Rendezvous, world
 
@@ -142,3 +143,17 @@ def test_resets_leak_no_descriptors(pool: Pool) -> None:
             open_files.append([rank.answer()["descriptors"] for rank in ranks])
             server.close()
         assert open_files[1] == open_files[-1]
+
+
+def test_who_waits_for_a_late_peer_sleeps(server: Rendezvous, pool: Pool) -> None:
+    """Stock Horovod: a whole core, taken from the one that the others wait for."""
+    with pool.ranks(2) as (early, late):
+        init_all([early, late], server)
+        early.tell("allreduce", value=1)
+        process = psutil.Process(early.process.pid)
+        before = sum(process.cpu_times()[:2])
+        threading.Event().wait(1.5)  # what is measured, not waited for
+        used = sum(process.cpu_times()[:2]) - before
+        late.tell("allreduce", value=2)
+        assert [early.answer(), late.answer()] == [{"value": 3.0}] * 2
+        assert used < 0.7, "its loop negotiates a thousand times a second, and that is all"
