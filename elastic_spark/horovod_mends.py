@@ -22,7 +22,7 @@ a worker survive what happens around it; what they cure was observed by killing 
 * *interface*: the meshes of process sets, of which every job has one, ignored ``HOROVOD_GLOO_IFACE`` and listened where
   this machine's name leads: often to the loopback, and then workers of different machines never met.
 * *wait*: whoever waited for a collective asked for it again and again, each time with Python's lock in hand: a whole
-  core of each worker, for as long as the slowest one took, and no other thread of Python got on. It sleeps now.
+  core of each worker, for as long as the slowest one took, and in the way of its other threads. It sleeps now.
 * *marker*: ``horovod_elastic_spark_mends()`` gives `MENDS_VERSION`; ``horovod_last_init_error()`` the last reason.
 
 The edits quote small parts of Horovod (Apache-2.0) and Gloo (BSD-3-Clause).
@@ -788,7 +788,8 @@ void HandleManager::WaitForHandle(int handle) {
   }
   auto status = handle_manager.ReleaseHandle(handle);
 """,
-        """  {
+        """  // Most are done when they are asked for: Python's lock is given away only to wait.
+  if (!handle_manager.PollHandle(handle)) {
     py::gil_scoped_release release_python_gil;
     handle_manager.WaitForHandle(handle);
   }
