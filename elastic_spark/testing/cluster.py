@@ -8,7 +8,8 @@ which ``local[N]`` cannot show (one JVM) and ``local-cluster`` only in part (its
   is guessed beforehand, so nothing can collide and no worker can dial a stranger.
 * **Nothing left behind.** Every process carries a random environment variable (the *marker*), handed down to whatever
   it starts. `StandaloneCluster.processes` lists by it; a keeper process kills by it when the cluster is closed or its
-  owner dies, `kill -9` included (see `elastic_spark.testing.keeper`). All files are in one temporary directory.
+  owner dies, `kill -9` included (see `elastic_spark.testing.keeper`). All files are in one temporary directory; what
+  outlives the cluster is an archive of Spark's classes in the user's cache, with which the next one starts sooner.
 * **Machines.** Each worker stands for one machine: it has a marker too, so `remove_worker` takes everything that runs
   there at once, as a power cut would.
 
@@ -37,6 +38,7 @@ import elastic_spark
 from elastic_spark.core.events import GenerationFormed, WorkerSpawned, read_log
 from elastic_spark.errors import ConfigError, EnvironmentUnfit
 from elastic_spark.testing import keeper
+from elastic_spark.testing.archive import ClassArchive
 from elastic_spark.testing.session import STOP_LIMIT_S, OwnSession, spark_home
 
 if TYPE_CHECKING:
@@ -123,6 +125,8 @@ class StandaloneCluster:
         self._session = OwnSession()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._master_url = ""
+        self._jvm_flags = JVM_FLAGS
+        self._conf_dir: Path | None = None
         self._worker_count = 0
         self.directory = Path()
 
@@ -145,6 +149,9 @@ class StandaloneCluster:
             start_new_session=True,
         )
         try:
+            archive = ClassArchive({**os.environ, **self._env()}, self._spark_home, JVM_FLAGS)
+            if flags := archive.flags():
+                self._jvm_flags, self._conf_dir = f"{JVM_FLAGS} {flags}", archive.conf_dir
             self._start_master()
             self._start_workers(self._sizes[0])
         except BaseException:
@@ -196,10 +203,10 @@ class StandaloneCluster:
             "spark.driver.host": HOST,
             "spark.driver.bindAddress": HOST,
             "spark.driver.memory": "1g",
-            "spark.driver.extraJavaOptions": f"{JVM_FLAGS} -Djava.io.tmpdir={self.directory}/tmp",
+            "spark.driver.extraJavaOptions": f"{self._jvm_flags} -Djava.io.tmpdir={self.directory}/tmp",
             "spark.executor.cores": str(cores),
             "spark.executor.memory": executor_memory,
-            "spark.executor.extraJavaOptions": f"{JVM_FLAGS} -Djava.io.tmpdir={self.directory}/tmp",
+            "spark.executor.extraJavaOptions": f"{self._jvm_flags} -Djava.io.tmpdir={self.directory}/tmp",
             "spark.decommission.enabled": str(self._decommission).lower(),
             "spark.sql.warehouse.dir": str(self.directory / "warehouse"),
             "spark.sql.shuffle.partitions": str(max(2, workers * cores)),
@@ -381,12 +388,12 @@ class StandaloneCluster:
         return {
             self._marker: "1",
             "SPARK_HOME": str(self._spark_home),
-            "SPARK_CONF_DIR": str(self.directory / "conf"),
+            "SPARK_CONF_DIR": str(self._conf_dir or self.directory / "conf"),
             "SPARK_LOCAL_IP": HOST,
             "SPARK_LOCAL_DIRS": str(self.directory / "local"),
             "SPARK_NO_DAEMONIZE": "1",
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": f"{JVM_FLAGS} -Djava.io.tmpdir={self.directory}/tmp {options}",
+            "SPARK_DAEMON_JAVA_OPTS": f"{self._jvm_flags} -Djava.io.tmpdir={self.directory}/tmp {options}",
             "SPARK_LAUNCHER_OPTS": JVM_FLAGS,
             "PYSPARK_PYTHON": sys.executable,
             "PYSPARK_DRIVER_PYTHON": sys.executable,
