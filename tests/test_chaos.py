@@ -79,13 +79,32 @@ SUMMARY = {
         ({"status": "FAILED", "error": "why"}, "FAILED why"),
         ({"rows_twice": 2}, "2 twice"),
         ({"rows_never": 1}, "1 never"),
-        ({"steps_lost": 3}, "3 were undone"),
-        ({"steps_lost": 3, "changes": [{"restored_from": "uri"}]}, ""),
         ({"rows_never": 1, "datasets": {}}, ""),
     ],
 )
 def test_the_verdict_names_what_was_broken(change, broken):
     said = [promise for promise, kept in _promises([], {**SUMMARY, **change}).items() if not kept]
+    assert len(said) == bool(broken)
+    assert broken in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("joined", "restored_from", "broken"),
+    [
+        (("w3",), None, "3 were undone"),  # w2 lived, and had held them
+        (("w2", "w3"), None, ""),  # nobody did: one left and the other was lost, before any checkpoint
+        (("w2", "w3"), "uri", ""),
+        ((), "uri", ""),  # a guard went back
+    ],
+)
+def test_steps_may_be_undone_where_nobody_is_left_who_made_them(joined, restored_from, broken):
+    world = {"generation": 2, "members": ("w2", "w3"), "lost": (), "left": (), "cause": "c", "source": "w2", "step": 7}
+    log = [
+        ev.StepsRolledBack(at=1, from_step=10, to_step=7, cause="c"),
+        ev.GenerationFormed(at=2, joined=joined, restored_from=restored_from, **world),
+        ev.GenerationFormed(at=3, joined=(), **{**world, "generation": 3}),
+    ]
+    said = [promise for promise, kept in _promises(log, SUMMARY).items() if not kept]
     assert len(said) == bool(broken)
     assert broken in "".join(said)
 
