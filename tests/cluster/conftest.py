@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 import elastic_spark as es
@@ -27,17 +28,17 @@ def cluster() -> Iterator[StandaloneCluster]:
         yield running
 
 
-@pytest.fixture(scope="package")
-def spark(cluster: StandaloneCluster) -> SparkSession:
-    """One application for all, as in a notebook: a job comes after others, on executors that have seen some."""
-    return cluster.session("tests")
-
-
 @pytest.fixture
-def job(cluster: StandaloneCluster, spark: SparkSession, tmp_path: Path) -> Iterator[Job]:
-    running = Job(cluster, spark, tmp_path)
+def job(cluster: StandaloneCluster, tmp_path: Path) -> Iterator[Job]:
+    """On one application for all, as in a notebook: a job comes after others, on executors that have seen some."""
+    shared = SparkContext._active_spark_context is not None
+    running = Job(cluster, SparkSession.builder.getOrCreate() if shared else cluster.session("tests"), tmp_path)
     yield running
-    running.finish()
+    try:
+        running.finish()
+    except AssertionError:
+        running.spark.stop()  # what still runs there would be in the way of the tests to come
+        raise
 
 
 class Job:
