@@ -34,16 +34,30 @@ def test_without_java_or_a_place_there_is_none(tmp_path: Path) -> None:
     assert archive(tmp_path, JAVA_HOME=str(tmp_path)).flags() == ""
     (tmp_path / "file").write_text("")
     assert archive(tmp_path / "file").flags() == ""
+    assert archive(Path("relative")).flags() == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_one_that_cannot_be_made_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_made_is_not_tried_again(tmp_path: Path) -> None:
     """A Java that ends at once, as one that has no such option."""
     calls = tmp_path / "calls"
     (tmp_path / "bin").mkdir()
     java = tmp_path / "bin" / "java"
     java.write_text(f"#!/bin/sh\necho >> {calls}\nexit 1\n")
     java.chmod(0o755)
+    made = archive(tmp_path / "cache", JAVA_HOME=str(tmp_path))
     for _ in range(2):
-        assert archive(tmp_path / "cache", JAVA_HOME=str(tmp_path)).flags() == ""
+        assert made.flags() == ""
         assert calls.read_text() == "\n"
+    assert (made.conf_dir.parent / "failed").read_bytes()
+
+
+def test_one_that_took_too_long_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    java = tmp_path / "bin" / "java"
+    java.write_text("#!/bin/sh\nexec sleep 60\n")
+    java.chmod(0o755)
+    monkeypatch.setattr("elastic_spark.testing.archive.LIMIT_S", 0.2)
+    made = archive(tmp_path / "cache", JAVA_HOME=str(tmp_path))
+    assert made.flags() == ""
+    assert [path.name for path in made.conf_dir.parent.iterdir()] == ["conf"]

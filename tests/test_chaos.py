@@ -83,28 +83,37 @@ SUMMARY = {
     ],
 )
 def test_the_verdict_names_what_was_broken(change, broken):
-    said = [promise for promise, kept in _promises([], {**SUMMARY, **change}).items() if not kept]
+    said = [promise for promise, kept in _promises([], {**SUMMARY, **change}, set()).items() if not kept]
     assert len(said) == bool(broken)
     assert broken in "".join(said)
 
 
 @pytest.mark.parametrize(
-    ("joined", "restored_from", "broken"),
+    ("victims", "cause", "restored_from", "broken"),
     [
-        (("w3",), None, "3 were undone"),  # w2 lived, and had held them
-        (("w2", "w3"), None, ""),  # nobody did: one left and the other was lost, before any checkpoint
-        (("w2", "w3"), "uri", ""),
-        ((), "uri", ""),  # a guard went back
+        ({"w1"}, "w1 lost: process died", None, "3 were undone"),  # w2 was not struck, and had held them
+        ({"w1"}, "w1 lost: process died", "uri", "3 were undone"),
+        ({"w1", "w2"}, "w2 lost: executor lost", None, ""),  # before there was any checkpoint
+        ({"w1", "w2"}, "w2 lost: executor lost", "uri", ""),
+        (set(), "guard: loss is nan at step 9", "uri", ""),
     ],
 )
-def test_steps_may_be_undone_where_nobody_is_left_who_made_them(joined, restored_from, broken):
-    world = {"generation": 2, "members": ("w2", "w3"), "lost": (), "left": (), "cause": "c", "source": "w2", "step": 7}
+def test_steps_may_be_undone_where_all_who_held_them_were_struck(victims, cause, restored_from, broken):
+    def world(generation, members, cause, restored_from=None):
+        gone = {"joined": members, "lost": (), "left": (), "source": members[0], "step": 7}
+        return ev.GenerationFormed(
+            at=1, generation=generation, members=members, cause=cause, restored_from=restored_from, **gone
+        )
+
     log = [
-        ev.StepsRolledBack(at=1, from_step=10, to_step=7, cause="c"),
-        ev.GenerationFormed(at=2, joined=joined, restored_from=restored_from, **world),
-        ev.GenerationFormed(at=3, joined=(), **{**world, "generation": 3}),
+        world(1, ("w1", "w2"), "start"),
+        ev.GenerationRunning(at=2, generation=1, seconds=1),
+        world(2, ("w3",), "joined"),  # never ran: it held nothing
+        ev.StepsRolledBack(at=3, from_step=10, to_step=7, cause=cause),
+        world(3, ("w4", "w5"), cause, restored_from),
+        world(4, ("w4",), "w5 lost"),
     ]
-    said = [promise for promise, kept in _promises(log, SUMMARY).items() if not kept]
+    said = [promise for promise, kept in _promises(log, SUMMARY, victims).items() if not kept]
     assert len(said) == bool(broken)
     assert broken in "".join(said)
 

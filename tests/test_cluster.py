@@ -37,6 +37,16 @@ def registered(spark):
     return spark.sparkContext._jsc.sc().getExecutorIds().size()
 
 
+def test_its_jvms_use_the_archive_of_classes(cluster, spark):
+    running = [process for process in cluster.processes() if "org.apache.spark" in process.command]
+    programs = ("Master", "Worker", "SparkSubmit", "CoarseGrainedExecutorBackend")
+    for program in programs:
+        assert any(f".{program}" in process.command for process in running), program
+    for process in running:
+        if any(f".{program}" in process.command for program in programs):
+            assert "classes.jsa" in Path(f"/proc/{process.pid}/maps").read_text(), process.command[:200]
+
+
 def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 

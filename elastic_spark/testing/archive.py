@@ -2,8 +2,9 @@
 
 A JVM of Spark's reads and verifies some ten thousand classes before it does anything, and a cluster that is made to be
 broken starts many JVMs. Java can map them from an archive (JEP 350). One is made by a small application when the first
-cluster starts on a machine, for this Java and this Spark, and kept as some 100 MB below the user's cache directory
-(``XDG_CACHE_HOME``). A JVM that it does not fit does without it, and so does a cluster where it cannot be made.
+cluster starts on a machine, for this Java and this Spark, in 40 s on two slow cores, and kept as some 180 MB below the
+user's cache directory (``XDG_CACHE_HOME``). A JVM that it does not fit does without it, and so does a cluster where it
+cannot be made.
 
 Run by spark-submit this file is that application.
 """
@@ -12,21 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 #: What the application itself does not use: the programs of a cluster.
 PROGRAMS = (
     "org.apache.spark.deploy.master.Master",
     "org.apache.spark.deploy.worker.Worker",
     "org.apache.spark.executor.CoarseGrainedExecutorBackend",
 )
+_log = logging.getLogger(__name__)
 
 
 class ClassArchive:
@@ -46,22 +50,25 @@ class ClassArchive:
         self._env, self._spark_home, self._jvm_flags = env, spark_home, jvm_flags
         home = env.get("JAVA_HOME")
         self._java = Path(home, "bin", "java") if home else Path(shutil.which("java", path=env.get("PATH")) or "none")
-        folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic_spark" / "jvm"
-        self._folder = folder / self._key()
+        cache = Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        self._folder = cache / "elastic_spark" / "jvm" / self._key()
         self.conf_dir = self._folder / "conf"
 
     def flags(self) -> str:
-        """For a JVM to use it. The first call on a machine makes it, in some 20 s; empty where that failed."""
-        archive = self._folder / "classes.jsa"
-        if not os.access(self._java, os.X_OK):
+        """For a JVM to use it; empty where there is none. The first call on a machine makes it. Where this Java cannot,
+        the file ``failed`` beside it says why, and it is not tried again."""
+        archive, failed = self._folder / "classes.jsa", self._folder / "failed"
+        if not os.access(self._java, os.X_OK) or not archive.is_absolute():
             return ""
         try:
-            self.conf_dir.mkdir(parents=True, exist_ok=True)
-            if not archive.exists():
-                self._make(archive)
-        except OSError:  # a cache that cannot be written to
+            self.conf_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not archive.exists() and not failed.exists():
+                self._make(archive, failed)
+            usable = archive.exists() and not any(self.conf_dir.iterdir())
+        except (OSError, subprocess.TimeoutExpired) as error:  # nothing that must be so the next time
+            _log.warning("no archive of Spark's classes: %s", error)
             return ""
-        return f"-XX:SharedArchiveFile={archive} -Xlog:cds*=off" if archive.stat().st_size else ""
+        return f"-XX:SharedArchiveFile={archive} -Xlog:cds*=off" if usable else ""
 
     def _key(self) -> str:
         """What it depends on, as a name: the Java, Spark's jars, the flags."""
@@ -72,8 +79,7 @@ class ClassArchive:
                 depends.append(f"{path.name} {told.st_size} {told.st_mtime_ns}")
         return hashlib.sha256("\n".join(depends).encode()).hexdigest()[:16]
 
-    def _make(self, archive: Path) -> None:
-        """An empty file stands for an archive that could not be made: it is not tried at each start."""
+    def _make(self, archive: Path, failed: Path) -> None:
         with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
             made = Path(scratch) / archive.name
             options = f"{self._jvm_flags} -Djava.io.tmpdir={scratch} -XX:ArchiveClassesAtExit={made} -Xlog:cds*=off"
@@ -88,19 +94,26 @@ class ClassArchive:
             command = [str(self._spark_home / "bin" / "spark-submit")]
             for name, value in settings.items():
                 command += ["--conf", f"{name}={value}"]
-            with contextlib.suppress(subprocess.SubprocessError):
-                subprocess.run(
+            log = Path(scratch, "log")
+            with log.open("wb") as output:
+                process = subprocess.Popen(
                     [*command, __file__, scratch],
                     env={**self._env, "SPARK_CONF_DIR": str(self.conf_dir)},
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    timeout=LIMIT_S,
-                    check=True,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
-            if not made.exists():
-                made.touch()
-            os.replace(made, archive)
+                try:
+                    code = process.wait(LIMIT_S)
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            if code == 0 and made.exists():
+                os.replace(made, archive)
+            else:
+                failed.write_text(f"exit code {code}\n{log.read_text(errors='replace')}")
 
 
 def application(scratch: str) -> None:

@@ -48,14 +48,20 @@ def import_when_used() -> None:
     base = torch.optim.Optimizer
     for name in HIDDEN:
         method = vars(base)[name]
-        if hasattr(method, "__wrapped__"):
+        if method.__code__.co_filename.endswith("_compile.py"):
             setattr(base, name, method.__wrapped__)
-            watch.put_back.append(functools.partial(setattr, base, name, method))
+            watch.put_back.append(functools.partial(_put_back, base, name, method))
     for kind in vars(torch.optim).values():
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, base) else None
         if step is not None and getattr(step, "__code__", None) and step.__code__.co_name == "_use_grad":
             # It is not put back: torch keeps what it finds here inside of a wrapper, when the first optimizer is made.
             kind.step = _step(step, watch)
+
+
+def _put_back(base: type, name: str, method: Any) -> None:
+    """Unless it was replaced meanwhile."""
+    if vars(base)[name] is method.__wrapped__:
+        setattr(base, name, method)
 
 
 def _step(step: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import elastic_spark as es
 from elastic_spark.core import events as ev
 from elastic_spark.testing import StandaloneCluster
 from elastic_spark.testing.counting import assert_agree, assert_exact, counting_data, read_steps, train_counting
+from elastic_spark.testing.session import bounded
 
 ROWS, BATCH = 1200, 24
 
@@ -31,13 +32,14 @@ def cluster() -> Iterator[StandaloneCluster]:
 @pytest.fixture
 def job(cluster: StandaloneCluster, tmp_path: Path) -> Iterator[Job]:
     """On one application for all, as in a notebook: a job comes after others, on executors that have seen some."""
-    shared = SparkContext._active_spark_context is not None
+    context = SparkContext._active_spark_context
+    shared = context is not None and context.master == cluster.master_url
     running = Job(cluster, SparkSession.builder.getOrCreate() if shared else cluster.session("tests"), tmp_path)
     yield running
     try:
         running.finish()
     except AssertionError:
-        running.spark.stop()  # what still runs there would be in the way of the tests to come
+        bounded(running.spark.stop, 20.0)  # what still runs there would be in the way of the tests to come
         raise
 
 

@@ -55,6 +55,10 @@ class Submitted:
 
         self.cluster.wait_for(there, 200.0, "a checkpoint")
 
+    def store(self) -> CheckpointStore:
+        """Where the job's checkpoints are, newest first."""
+        return CheckpointStore(str(Path(self.events(ev.CheckpointWritten)[-1].uri).parent))
+
     def driver_pid(self) -> int:
         """The Python driver: the child of spark-submit's JVM that runs the script."""
         for process in self.cluster.processes():
@@ -99,7 +103,7 @@ def test_a_killed_driver_is_resumed_by_the_second_submit(submitted: Submitted) -
     submitted.wait_checkpoint(after=1)
     workers, driver = submitted.worker_pids(), submitted.driver_pid()
     os.kill(driver, signal.SIGSTOP)  # so that the newest checkpoint stays the newest
-    newest, before = submitted.events(ev.CheckpointWritten)[-1], submitted.events(ev.CheckpointWritten)[-2]
+    newest, before, *_ = submitted.store().list()
     _change_a_bit(Path(newest.uri) / "state.safetensors")
     os.kill(driver, signal.SIGKILL)
     submitted.assert_gone(workers)
@@ -164,8 +168,7 @@ def test_a_driver_that_was_stopped_for_longer_than_its_lease_harms_nothing_when_
     first, driver = submitted.process, submitted.driver_pid()
     assert first is not None
     os.kill(driver, signal.SIGSTOP)
-    store = CheckpointStore(str(Path(submitted.events(ev.CheckpointWritten)[-1].uri).parent))
-    newest = max(store.list(), key=lambda item: item.step)
+    newest = submitted.store().list()[0]
     try:
         submitted.submit()
         submitted.wait_checkpoint(after=len(submitted.events(ev.CheckpointWritten)))
@@ -188,4 +191,6 @@ def test_a_driver_that_was_stopped_for_longer_than_its_lease_harms_nothing_when_
     assert "more" in unpublished.reason, "one line for all of them"
     assert submitted.run().info.status == "FINISHED"
     told = {event.uri for event in submitted.events(ev.CheckpointWritten)}
-    assert {item.uri for item in store.list()} <= told, "what the first one's workers wrote is no checkpoint"
+    assert {item.uri for item in submitted.store().list()} <= told, (
+        "what the first one's workers wrote is no checkpoint"
+    )
