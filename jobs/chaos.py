@@ -70,7 +70,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:10", help="first:end, or one")
     parser.add_argument("--blows", type=int, default=8)
     parser.add_argument("--machines", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=80)
+    parser.add_argument("--epochs", type=int, default=45)
     return parser.parse_args()
 
 
