@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+#: For the application to run and the archive to be written, in seconds.
 LIMIT_S = 240.0
 #: What the application itself does not use: the programs of a cluster.
 PROGRAMS = (
