@@ -49,9 +49,12 @@ def cluster() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def refused() -> Iterator[Callable[[dict[str, str]], list[str]]]:
     """What Spark's own registry of keys says against settings: unknown keys, and values of another type."""
-    from py4j.protocol import Py4JJavaError
+    from py4j.protocol import Py4JJavaError, get_return_value
     from pyspark.java_gateway import launch_gateway
 
+    # Once this process has had a session, pyspark looks the errors of every JVM up in that session's.
+    plain = pytest.MonkeyPatch()
+    plain.setattr("py4j.java_gateway.get_return_value", get_return_value)
     gateway = launch_gateway()
     try:
         jvm = gateway.jvm
@@ -67,17 +70,15 @@ def refused() -> Iterator[Callable[[dict[str, str]], list[str]]]:
                     continue
                 try:
                     jvm.org.apache.spark.SparkConf(False).set(key, value).get(entry)
-                except (Py4JJavaError, AssertionError) as error:
-                    # once this process has had a session, pyspark converts the errors of every JVM, and fails at it
-                    refusal = error if isinstance(error, Py4JJavaError) else error.__context__
-                    assert isinstance(refusal, Py4JJavaError)
-                    wrong.append(f"{key}={value}: {refusal.java_exception.getMessage()}")
+                except Py4JJavaError as error:
+                    wrong.append(f"{key}={value}: {error.java_exception.getMessage()}")
                 except ValueError:  # Spark took it, and py4j cannot: the decimal number that spark.task.cpus is now
                     assert value.isdigit()
             return wrong
 
         yield check
     finally:
+        plain.undo()
         gateway.shutdown()
         gateway.proc.stdin.close()
         gateway.proc.wait(timeout=20)
