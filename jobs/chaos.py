@@ -4,12 +4,14 @@
 
 For each seed a Spark cluster is started on this machine, a job is run on it, and workers, executors and machines are
 killed, drained and added as the seed says. Ends with exit code 1 unless every job held every promise under every blow;
-a seed that failed fails again with ``--seeds N:N+1``. To try a function of your own: ``elastic-spark chaos``.
+a seed that failed is tried again with ``--seeds N``, and what its job left is kept below ``--keep``: its event log, its
+checkpoints. To try a function of your own: ``elastic-spark chaos``.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
@@ -36,22 +38,29 @@ def main() -> int:
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     broken = []
-    with tempfile.TemporaryDirectory() as folder:
-        pq.write_table(pa.table({"id": range(ROWS)}), f"{folder}/rows.parquet", row_group_size=100)
-        for seed in seeds:
-            started = time.monotonic()
-            verdict = try_seed(seed, Path(folder), options)
-            broken += [] if verdict == "held" else [seed]
-            print(f"seed {seed}: {verdict}, {time.monotonic() - started:.0f} s", flush=True)
+    options.keep.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"id": range(ROWS)}), options.keep / "rows.parquet", row_group_size=100)
+    for seed in seeds:
+        left = options.keep / f"seed-{seed}"
+        shutil.rmtree(left, ignore_errors=True)
+        started = time.monotonic()
+        verdict = try_seed(seed, options)
+        print(f"seed {seed}: {verdict}, {time.monotonic() - started:.0f} s", flush=True)
+        if verdict == "held":
+            shutil.rmtree(left)
+        else:
+            broken.append(seed)
+            print(f"  its log: {left / 'events.jsonl'}", flush=True)
     print(f"{len(seeds) - len(broken)} of {len(seeds)} held" + (f"; not: {broken}" if broken else ""))
     return 1 if broken else 0
 
 
-def try_seed(seed: int, folder: Path, options: argparse.Namespace) -> str:
+def try_seed(seed: int, options: argparse.Namespace) -> str:
+    rows = {"train": str(options.keep / "rows.parquet")}
     job = {
-        **{"kwargs": {"epochs": options.epochs}, "data": {"train": f"{folder}/rows.parquet"}, "global_batch": BATCH},
+        **{"kwargs": {"epochs": options.epochs}, "data": rows, "global_batch": BATCH},
         **{"num_proc": options.machines, "min_num_proc": 1, "max_num_proc": options.machines + 1},
-        **{"work_dir": str(folder), "job_name": f"seed-{seed}", "tracking": False, "verbose": 0},
+        **{"work_dir": str(options.keep), "job_name": f"seed-{seed}", "tracking": False, "verbose": 0},
     }
     blows = schedule(seed, options.blows, options.machines, options.machines + 1)
     outcome = chaos(train, blows, options.machines, job, conf={}, say=lambda line: print(f"  {line}", flush=True))
@@ -71,6 +80,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--blows", type=int, default=8)
     parser.add_argument("--machines", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=45)
+    keep = Path(tempfile.gettempdir()) / "elastic-spark-chaos"
+    parser.add_argument("--keep", type=Path, default=keep, help="folder for what seeds that failed have left")
     return parser.parse_args()
 
 

@@ -84,6 +84,7 @@ class World:
         self.events: list[ev.Event] = []
         self.executors: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers = itertools.count()
+        self._struck: set[str] = set()  # workers and executors that a fault was aimed at
         self._armed: list[tuple[Fault, type[ev.Event]]] = []
         self._news = threading.Condition()
         self._output = open(folder / "output.txt", "a", buffering=1)  # noqa: SIM115
@@ -252,12 +253,14 @@ class World:
         spawned = self.spawned(worker) if worker else None
         gone = {event.worker for event in self.seen(ev.WorkerLost, ev.WorkerLeft)}
         if spawned is not None and worker not in gone:
+            self._struck.add(spawned.worker)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(spawned.pid, number)
 
     def _signal_executor(self, worker: str | None, number: signal.Signals) -> None:
         spawned = self.spawned(worker) if worker else None
         if spawned is not None:
+            self._struck.add(spawned.executor)
             self.executors[spawned.executor].send_signal(number)
 
     # ------------------------------------------------------------------------------------------ the whole story
@@ -319,6 +322,7 @@ class World:
         rows = tuple(figures[name] for name in ("rows_once", "rows_twice", "rows_never", "rows_unexplained"))
         assert rows == (self.epochs * ROWS, 0, 0, 0), f"rows once, twice, never, unexplained: {rows}"
         self._judge_roll_backs()
+        self._judge_bystanders()
         self._judge_orphans()
         return figures
 
@@ -345,6 +349,15 @@ class World:
                 assert not holders or event.to_step >= whole, f"{event} although {sorted(holders)} held the state"
                 whole = min(whole, event.to_step)
 
+    def _judge_bystanders(self) -> None:
+        """On a Horovod with the mends no process dies but of a fault that was aimed at it."""
+        if not _is_mended():
+            return
+        struck = self._struck
+        spared = {e.worker for e in self.seen(ev.WorkerSpawned) if not {e.worker, e.executor} & struck}
+        died = [e for e in self.seen(ev.WorkerLost) if e.worker in spared and e.cause == "process died"]
+        assert not died, f"nobody had struck {[(e.worker, e.exit_code, e.detail, e.tail) for e in died]}"
+
     def _judge_orphans(self) -> None:
         pids = {event.pid for event in self.seen(ev.WorkerSpawned)}
         for process in self.executors.values():
@@ -366,6 +379,12 @@ class World:
             process.kill()
             process.wait()
         self._output.close()
+
+
+def _is_mended() -> bool:
+    from horovod.torch import mpi_ops
+
+    return hasattr(mpi_ops._basics.MPI_LIB_CTYPES, "horovod_elastic_spark_mends")
 
 
 def _triggers(fault: Fault, event: ev.Event) -> bool:
