@@ -93,6 +93,7 @@ def test_the_verdict_names_what_was_broken(change, broken):
     [
         ({"w1"}, "w1 lost: process died", None, "3 were undone"),  # w2 was not struck, and had held them
         ({"w1"}, "w1 lost: process died", "uri", "3 were undone"),
+        ({"w3"}, "w3 lost: process died", "uri", "3 were undone"),  # it had not made a step
         ({"w1", "w2"}, "w2 lost: executor lost", None, ""),  # before there was any checkpoint
         ({"w1", "w2"}, "w2 lost: executor lost", "uri", ""),
         (set(), "guard: loss is nan at step 9", "uri", ""),
@@ -107,8 +108,10 @@ def test_steps_may_be_undone_where_all_who_held_them_were_struck(victims, cause,
 
     log = [
         world(1, ("w1", "w2"), "start"),
-        ev.GenerationRunning(at=2, generation=1, seconds=1),
-        world(2, ("w3",), "joined"),  # never ran: it held nothing
+        ev.StepsCommitted(at=2, generation=1, first_step=10, times=(2,)),
+        world(2, ("w3",), "joined"),
+        ev.GenerationRunning(at=2, generation=2, seconds=1),  # it has not received the state yet
+        ev.StepsCommitted(at=2, generation=2, first_step=11, times=(2,), missing=1),  # told by one that is gone
         ev.StepsRolledBack(at=3, from_step=10, to_step=7, cause=cause),
         world(3, ("w4", "w5"), cause, restored_from),
         world(4, ("w4",), "w5 lost"),

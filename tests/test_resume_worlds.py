@@ -121,6 +121,7 @@ class Bench:
             for rank, worker in enumerate(workers):
                 body = {
                     "memory": False,
+                    "sole_holder": False,
                     "lanes": {"train": lanes[worker]},
                     "restore": resumed.uri if resumed else None,
                     "step": resumed.step if resumed else 0,

@@ -203,14 +203,14 @@ def _promises(events: Sequence[ev.Event], summary: Mapping[str, Any], victims: S
 def _undone(events: Sequence[ev.Event], victims: Set[str]) -> tuple[int, int]:
     """Steps that were undone: those that were not to be, and those for which there was no help, as each member of the
     world that had made them was struck: what they held is gone, and the newest checkpoint, if there was time for one,
-    is what is left. A guard goes back on purpose."""
+    is what is left. A newcomer holds nothing before its first commit. A guard goes back on purpose."""
     undone = excused = back = 0
     formed: tuple[str, ...] = ()
     held: set[str] = set()
     for event in events:
         if isinstance(event, ev.StepsRolledBack):
             back = event.from_step - event.to_step
-        elif isinstance(event, ev.GenerationRunning):
+        elif isinstance(event, ev.StepsCommitted) and event.missing < len(formed):
             held = set(formed)
         elif isinstance(event, ev.GenerationFormed):
             formed = tuple(event.members)

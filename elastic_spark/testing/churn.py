@@ -2,7 +2,8 @@
 
 A blow is timed by committed steps, not by seconds, so that it lands in training on machines of any speed; and it names
 no victim but a place among those that are there when it falls. Two machines are left at any time: as long as a world of
-two is hit by one blow at a time, one of its workers survives, and no committed step may be lost.
+two is hit by one blow at a time, one of its workers survives, and no committed step may be lost, unless that one has
+just come and has not received the state yet.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class WorkerSession:
         """Hand over what the function returned; then wait to be told to go, so that no peer sees this one vanish."""
         state = self._state
         if state is not None:
-            state.keep_the_end()
+            state.keep()
         if state is not None and self.config.get("checkpoint_uri") and self.assignment().rank == 0:
             self._ensure_saver().last(state)
         self._flush()

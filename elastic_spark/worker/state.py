@@ -185,8 +185,8 @@ class ElasticState(State):  # type: ignore[misc]
         if self._copying is None:
             self._whole = self._snapshot
 
-    def keep_the_end(self) -> None:
-        """The training function has returned: what it committed last outlives this process."""
+    def keep(self) -> None:
+        """What was committed last outlives this process."""
         self.settle()
         if self.holds and not self.is_dirty and (self._snapshot is None or self._snapshot.step != self.step):
             self._take_snapshot()
@@ -294,6 +294,8 @@ class ElasticState(State):  # type: ignore[misc]
             self._bring_back(place)
         if place.rank == 0 and self.step != place.body["step"]:
             raise StateDiverged(f"rank 0 holds step {self.step}, but the job goes on from step {place.body['step']}")
+        if place.rank == 0 and place.body["sole_holder"]:
+            self.keep()  # until the newcomers have it, nobody else does: it must outlive this process as it is
         newcomer = not self._synced
         mine, _ = self.digests()
         if not self._agree(mine):

@@ -88,7 +88,7 @@ class Bench:
         bind(self.session)
         collective.install(self.session)
         env = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-        body = {"restore": None, "memory": False, "step": 0, "seed": 0}
+        body = {"restore": None, "memory": False, "sole_holder": False, "step": 0, "seed": 0}
         place = {"type": "assignment", "generation": 1, "rank": 0, "size": 1, "env": env, "body": body}
         self.session._assignments.put(place)
         hvd.init()

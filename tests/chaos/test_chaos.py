@@ -18,6 +18,7 @@ from elastic_spark.checkpoint import CheckpointStore
 from elastic_spark.core import events as ev
 from elastic_spark.core.verdict import verdict
 from elastic_spark.errors import StorageFailed
+from elastic_spark.worker.memory import read_newest
 
 from .schedule import Fault, Schedule, schedule
 from .world import World, run_schedules
@@ -185,6 +186,68 @@ def test_the_end_survives_a_rank_0_that_is_lost_when_the_others_have_returned(tm
         assert [event.step for event in world.seen(ev.GenerationFormed)] == [0, 40]
     finally:
         world.close()
+
+
+def test_the_only_holder_of_the_state_is_lost_while_a_newcomer_still_prepares(tmp_path: Path) -> None:
+    """Horovod is initialised, the newcomer has not received the state. No snapshot was due since the first step."""
+    gate, hold = tmp_path / "gate", tmp_path / "hold"
+    gate.touch()
+
+    def train(ctx: object) -> int:
+        import time
+
+        import horovod.torch as hvd
+        import torch
+
+        import elastic_spark as es
+
+        while hold.exists():
+            time.sleep(0.02)
+
+        @hvd.elastic.run
+        def loop(state: es.ElasticState) -> int:
+            while hvd.allreduce(torch.tensor([float(gate.exists())]), name="a step") > 0:
+                time.sleep(0.02)
+                state._snapshot_due_at = float("inf")
+                state.commit(loss=1.0)
+            return state.step
+
+        return loop(es.ElasticState(model=torch.nn.Linear(2, 2)))
+
+    world = World(Schedule(0, 2, 2, 1, 60.0, ()), tmp_path / "world", function=train)
+    try:
+        world.begin()
+        hold.touch()
+        world.kill(world.members()[1])
+        world.wait(lambda: len(world.seen(ev.GenerationRunning)) == 3, 60.0, "a newcomer's world")
+        formed = world.seen(ev.GenerationFormed)[-1]
+        holder = formed.source
+        assert (formed.step > 5, len(formed.members), len(formed.joined)) == (True, 2, 1)
+        agent = world.executors[world.spawned(holder).executor].pid
+        world.wait(lambda: formed.step in _remembered(agent), 10.0, "a snapshot of what only the holder holds")
+        world.kill(holder)
+        hold.unlink()
+        world.wait(lambda: world.newest() > formed.step, 60.0, "a step after that")
+        gate.unlink()
+        assert world.controller.wait(60.0), f"it hangs: {world.events[-5:]}"
+        assert world.controller.outcome()[0].status == "FINISHED"
+        assert world.seen(ev.StepsRolledBack) == []
+        (again,) = [event for event in world.seen(ev.GenerationFormed) if event.restored_from]
+        assert (again.restored_from, again.step) == (f"memory:{again.source}", formed.step)
+    finally:
+        world.close()
+
+
+def _remembered(agent: int) -> set[int]:
+    """Steps of the snapshots in an agent's memory."""
+    steps = set()
+    for link in Path(f"/proc/{agent}/fd").iterdir():
+        if "memfd:elastic_spark" in os.readlink(link):
+            descriptor = os.open(link, os.O_RDONLY)
+            snapshot = read_newest(descriptor)
+            os.close(descriptor)
+            steps |= {snapshot.step} if snapshot is not None else set()
+    return steps
 
 
 def test_when_the_guard_has_ended_a_job_no_state_after_the_alarm_is_left(tmp_path: Path) -> None:

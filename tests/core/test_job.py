@@ -209,7 +209,7 @@ def test_all_processes_lost_the_newest_snapshot_in_memory_is_brought_back() -> N
 
 
 def test_what_comes_from_memory_is_waited_for_but_not_for_ever() -> None:
-    run = Script(num_proc=2, max_num_proc=2, settle_s=2.0).running()
+    run = Script(num_proc=2, max_num_proc=2, settle_s=0.1, memory_s=2.0).running()
     for number in (2, 3):
         run.agent(number)
     run.ready("w2", "w3")
@@ -223,7 +223,7 @@ def test_what_comes_from_memory_is_waited_for_but_not_for_ever() -> None:
 
 
 def test_a_newcomer_left_alone_without_the_state_waits_for_what_the_others_left_in_memory() -> None:
-    run = Script(num_proc=2, settle_s=2.0).running()
+    run = Script(num_proc=2, settle_s=0.1).running()
     run.down("w1")
     run.ask("w0", step=5)
     run.initialise()
@@ -233,6 +233,52 @@ def test_a_newcomer_left_alone_without_the_state_waits_for_what_the_others_left_
     run.down("w0")
     assert of(run.ask("w2", step=-1), core.Form) == []
     one(run(core.Ready("w3", 8, 2)), core.Form, members=("w3", "w2"), joined=("w3",), step=-1, found=8, restore=True)
+
+
+def test_memory_is_waited_for_in_a_world_that_came_from_memory_too() -> None:
+    """The one that brought the state back is lost before the other one has received it."""
+    run = Script(num_proc=2, settle_s=0.1).running()
+    run(core.Tick(9), core.TICK_S)
+    all_processes_die(run)
+    run(core.Ready("w2", 9, 1))
+    one(run.ready("w3"), core.Form, members=("w2", "w3"), found=9)
+    run.initialise()
+    run.down("w2")
+    assert of(run.ask("w3", step=-1), core.Form) == []
+    one(run(core.Ready("w4", 9, 1)), core.Form, members=("w4", "w3"), found=9)
+
+
+def test_memory_is_waited_for_on_an_agent_whose_workers_keep_failing() -> None:
+    run = Script(num_proc=1, max_num_proc=1, settle_s=0.1, spawn_limit=5).running()
+    run.agent(1)
+    run.ready("w1")
+    run.down("w0")
+    for number in (2, 3, 4):
+        assert of(run.down(f"w{number}", "did not start"), core.Form) == []
+        run.wait(2.0, "*")
+    one(run(core.Ready("w5", 9, 1)), core.Form, members=("w5",), found=9)
+
+
+def test_memory_on_a_suspect_host_counts() -> None:
+    run = Script(num_proc=2, max_num_proc=2).running()
+    run.agent(2)
+    run.ready("w2")
+    run.job = replace(run.job, probation=Probation({"host0": (9.0, run.now)}))
+    all_processes_die(run)
+    run.ready("w4")
+    one(run(core.Ready("w3", 9, 1)), core.Form, members=("w3", "w2"), found=9)
+
+
+def test_memory_is_not_waited_for_where_the_guard_goes_back_or_no_step_was_ever_told() -> None:
+    run = Script(num_proc=2, settle_s=0.1, guard="rollback").running()
+    run.down("w0")
+    one(run.ask("w1", step=-1), core.Form, members=("w1",), step=-1)  # a function that tells no step
+    run.initialise()
+    run(core.Tick(9), core.TICK_S)
+    run(core.Alarmed(run.job.generation, 5, "loss is nan"))
+    run.agent(2)
+    run.ready("w2", "w3")
+    one(run.down("w1"), core.Form, members=("w2", "w3"), before=5)  # its successor, on its agent, is starting
 
 
 def test_what_a_survivor_holds_is_preferred_to_memory() -> None:
@@ -247,7 +293,7 @@ def test_what_a_survivor_holds_is_preferred_to_memory() -> None:
 
 def test_what_is_left_of_an_undone_story_is_not_brought_back() -> None:
     """The first world's snapshot of step 9 comes late: the job has begun anew from a checkpoint meanwhile."""
-    run = Script(num_proc=1, max_num_proc=1, settle_s=0.5).running()
+    run = Script(num_proc=1, max_num_proc=1, settle_s=0.5, memory_s=0.5).running()
     run.agent(1)
     run.ready("w1")
     run.down("w0")

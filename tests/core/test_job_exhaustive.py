@@ -33,6 +33,7 @@ def options(min_num_proc: int) -> core.Options:
         start_timeout=NEVER,
         elastic_timeout=NEVER,
         settle_s=0.0,
+        memory_s=0.0,
         join_delay_s=0.0,
         frozen_after_s=NEVER,
         silent_all_after_s=NEVER,

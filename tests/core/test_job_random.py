@@ -51,6 +51,7 @@ def job_options(draw: st.DrawFn) -> core.Options:
         start_timeout=8.0,
         elastic_timeout=8.0,
         settle_s=1.0,
+        memory_s=1.0,
         frozen_after_s=2.0,
         silent_all_after_s=6.0,
         init_timeout_s=3.0,

@@ -131,10 +131,11 @@ def _consider_next(turn: Turn) -> None:
     """All live members ask: the next generation, as soon as it is large enough.
 
     Where those who held the state are gone, it may be in the memory that one of those who are about to come finds.
+    Functions that tell no step have none there.
     """
     job, options = turn.job, turn.job.options
-    state_lost = job.formed_step >= 0 and all(member.step < 0 for member in job.live_members())
-    if state_lost and _awaits_memory(turn, job.ending_since):
+    state_lost = max(job.formed_step, job.best) > 0 and all(member.step < 0 for member in job.live_members())
+    if state_lost and _awaits_memory(turn):
         return
     plan = next_world(job, turn.clock)
     if plan.size >= options.min_num_proc:
@@ -147,8 +148,7 @@ def _consider_start(turn: Turn) -> None:
     """Nobody is alive in the world: the first generation, or the first after the loss of all.
 
     Waits for ``num_proc`` workers; starts with fewer when none has come for ``settle_s`` and none is about to: one that
-    failed twice is not counted on. After the loss of all it waits up to ``settle_s`` for everyone who is about to come,
-    because the last state may be what one of them finds in memory.
+    failed twice is not counted on. After the loss of all it waits for those who may find the last state in memory.
     """
     job, options = turn.job, turn.job.options
     plan = next_world(job, turn.clock)
@@ -157,7 +157,7 @@ def _consider_start(turn: Turn) -> None:
         option, limit, since = "start_timeout", options.start_timeout, job.started
     late = turn.clock - since > limit
     settled = not _is_somebody_coming(job) and turn.clock - job.arrived >= options.settle_s
-    if job.generation > 0 and _awaits_memory(turn, since):
+    if _awaits_memory(turn):
         return
     if plan.size >= options.num_proc or (plan.size >= options.min_num_proc and (settled or late)):
         _form(turn, plan)
@@ -171,8 +171,13 @@ def _is_somebody_coming(job: Job) -> bool:
     return any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in hosting)
 
 
-def _awaits_memory(turn: Turn, since: float) -> bool:
-    return _is_somebody_coming(turn.job) and turn.clock - since < turn.job.options.settle_s
+def _awaits_memory(turn: Turn) -> bool:
+    """Whether somebody is about to come who may find what its predecessor, a member of a world, has left."""
+    job = turn.job
+    if job.suspect_from is not None or turn.clock - job.ending_since >= job.options.memory_s:
+        return False
+    coming = [agent for agent in job.agents.values() if agent.remembers]
+    return any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in coming)
 
 
 def _too_few(turn: Turn, have: int, option: str, limit: float) -> None:

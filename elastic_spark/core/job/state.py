@@ -31,6 +31,7 @@ class Options:
     num_proc: workers wanted at the start. min_num_proc: fewer is a stop. max_num_proc: more are spares.
     start_timeout: limit for the first generation. elastic_timeout: limit for every later shortage and every reset.
     settle_s: start with fewer than num_proc when nobody has come for so long.
+    memory_s: where nobody alive holds the state, successors of those who did, on their agents, are waited for so long.
     join_delay_s: newcomers are gathered for so long before the world is changed for them.
     frozen_after_s: silence after which a worker is lost while others are heard; an agent after twice as long.
     silent_all_after_s: silence after which they are lost when nobody is heard.
@@ -52,6 +53,7 @@ class Options:
     start_timeout: float = 600.0
     elastic_timeout: float = 600.0
     settle_s: float = 3.0
+    memory_s: float = 30.0
     join_delay_s: float = 0.3
     frozen_after_s: float = 4.0
     silent_all_after_s: float = 60.0
@@ -71,7 +73,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Agent:
-    """``failures``: workers of it that failed in a row. ``spawn_at``: when the next one is started, with none now."""
+    """``failures``: workers of it that failed in a row. ``spawn_at``: when the next one is started, with none now.
+    ``remembers``: a worker of it was lost in a world, and may have left its last snapshot in the agent's memory."""
 
     id: str
     slot: int
@@ -82,6 +85,7 @@ class Agent:
     failures: int = 0
     draining: bool = False
     spawn_at: float = 0.0
+    remembers: bool = False
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class Turn:
                 self.set(stillborn=0)  # the job could host workers, so it begins to count anew
         self.do(Kill(worker.id, worker.agent))
         if agent is not None:
+            agent = replace(agent, remembers=agent.remembers or worker.id in self.job.members)
             self._replace_worker(agent, stillborn=worker.stage is Stage.WARMING)
 
     def _replace_worker(self, agent: Agent, *, stillborn: bool) -> None:
