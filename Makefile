@@ -21,7 +21,7 @@ demo: setup
 	@$(RUN) python jobs/demo.py $(ARGS)
 
 test: setup
-	@$(RUN) python -m pytest $(ARGS)
+	@$(RUN) python -m tests $(ARGS)
 
 # The oldest releases of what it is used with, in an environment of its own.
 COMPAT = tests/core tests/test_tracking.py tests/test_tracking_parts.py tests/test_checkpoint.py tests/test_freeze.py \

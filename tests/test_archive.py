@@ -46,6 +46,8 @@ def test_one_that_cannot_be_made_is_not_tried_again(tmp_path: Path) -> None:
     java.write_text(f"#!/bin/sh\necho >> {calls}\nexit 1\n")
     java.chmod(0o755)
     made = archive(tmp_path / "cache", JAVA_HOME=str(tmp_path))
+    assert made.flags(make=False) == ""
+    assert not calls.exists()
     for _ in range(2):
         assert made.flags() == ""
         assert calls.read_text() == "\n"

@@ -57,7 +57,7 @@ def test_a_lost_driver_is_resumed_and_the_images_are_learnt(tmp_path):
 @pytest.mark.timeout(200)
 def test_a_seed_of_churn_is_held(tmp_path):
     done = subprocess.run(
-        [sys.executable, JOBS / "chaos.py", "--seeds", "3", "--blows", "1", "--epochs", "12", "--keep", tmp_path],
+        [sys.executable, JOBS / "chaos.py", "--seeds", "3", "--blows", "1", "--epochs", "6", "--keep", tmp_path],
         capture_output=True,
         text=True,
         timeout=180,

@@ -55,15 +55,15 @@ class ClassArchive:
         self._folder = cache / "elastic_spark" / "jvm" / self._key()
         self.conf_dir = self._folder / "conf"
 
-    def flags(self) -> str:
-        """For a JVM to use it; empty where there is none. The first call on a machine makes it. Where this Java cannot,
-        the file ``failed`` beside it says why, and it is not tried again."""
+    def flags(self, *, make: bool = True) -> str:
+        """For a JVM to use it; empty where there is none. The first call on a machine makes it, if it may. Where this
+        Java cannot, the file ``failed`` beside it says why, and it is not tried again."""
         archive, failed = self._folder / "classes.jsa", self._folder / "failed"
         if not os.access(self._java, os.X_OK) or not archive.is_absolute():
             return ""
         try:
             self.conf_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not archive.exists() and not failed.exists():
+            if make and not archive.exists() and not failed.exists():
                 self._make(archive, failed)
             usable = archive.exists() and not any(self.conf_dir.iterdir())
         except (OSError, subprocess.TimeoutExpired) as error:  # nothing that must be so the next time

@@ -106,6 +106,10 @@ class Job:
     def finish(self, limit_s: float = 200.0) -> None:
         """Let it end; called after each test in any case."""
         self.hurry()
+        self.wait_end(limit_s)
+
+    def wait_end(self, limit_s: float = 200.0) -> None:
+        """Until the call has returned or raised."""
         if self._thread is not None:
             self._thread.join(limit_s)
             assert not self._thread.is_alive(), f"the job did not end; the last events: {self.events()[-5:]}"

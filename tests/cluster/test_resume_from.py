@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from mlflow import MlflowClient
 
 import elastic_spark as es
 from elastic_spark.core import events as ev
-from elastic_spark.errors import ResumeRefused
+from elastic_spark.errors import JobCancelled, ResumeRefused
 from elastic_spark.testing.counting import assert_agree, assert_exact, read_steps
 
 from .conftest import ROWS, Job
@@ -48,6 +49,27 @@ def test_from_a_step_a_model_and_a_run(job: Job) -> None:
     run = client.get_run(first.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["elastic.resumed_from"] == newest.uri
+
+
+def test_a_corrupt_newest_checkpoint_is_passed_over_with_the_reason(job: Job) -> None:
+    options: dict[str, Any] = {"num_proc": 2, "rpo_target_s": 0.5, "ckpt_budget": 1.0, "keep_checkpoints": 50}
+    job.count(EPOCHS, **options)
+    job.wait(lambda: len(job.events(ev.CheckpointWritten)) >= 2, 100.0, "two checkpoints")
+    job.spark.sparkContext.cancelAllJobs()
+    job.wait_end()
+    assert isinstance(job.error, JobCancelled)
+    before, newest = job.events(ev.CheckpointWritten)[-2:]
+    state = Path(newest.uri) / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+
+    result = again(job, **options)
+    rejected = {event.uri: event.reason for event in job.events(ev.CheckpointRejected)}
+    assert list(rejected) == [newest.uri]
+    assert "state.safetensors" in rejected[newest.uri]
+    assert result.summary["resumed_from"] == before.uri
+    assert_exact(result[0]["w"], EPOCHS)
 
 
 def again(job: Job, **options: Any) -> es.Result:
