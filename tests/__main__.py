@@ -23,6 +23,7 @@ BESIDE = (
     *("test_tracking.py", "test_tracking_parts.py", "test_dynamo.py", "test_freeze.py", "test_reader.py"),
     *("test_checkpoint.py", "test_checkpoint_faults.py", "test_checkpoint_s3.py", "test_saver.py", "test_memory.py"),
     *("test_conf.py", "test_setup.py", "test_architecture.py", "test_jobfile.py", "test_status.py", "test_report.py"),
+    "test_bounded.py",
 )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_spark.tracking import values
-from elastic_spark.tracking.bounded import Bounded
 from elastic_spark.tracking.spool import Spool
 from elastic_spark.tracking.store import MOST_METRICS, MOST_TAGS, _batches
 
@@ -166,34 +163,6 @@ def test_batches_keep_order_and_the_limits_of_one_request(kinds):
         assert found.count("tag") <= MOST_TAGS
         assert len(found) <= MOST_METRICS
         assert found == ["text"] or "text" not in found
-
-
-def test_a_call_that_never_returns_is_left_behind_and_few_of_them_are():
-    call, release = Bounded(most_left=2), threading.Event()
-    assert call(lambda: 3, 5.0) == 3
-    with pytest.raises(KeyError):
-        call(lambda: {}["x"], 5.0)
-    for _ in range(2):
-        with pytest.raises(TimeoutError, match="no answer within"):
-            call(lambda: release.wait(60.0), 0.01)
-    with pytest.raises(TimeoutError, match="2 earlier requests"):
-        call(lambda: 3, 5.0)
-    release.set()
-    for thread in threading.enumerate():
-        if thread.name == "elastic-spark-mlflow-call":
-            thread.join(10.0)
-    assert call(lambda: 4, 5.0) == 4
-
-
-def test_a_deadline_ends_the_call_that_is_under_way():
-    call, release = Bounded(), threading.Event()
-    timer = threading.Timer(0.2, lambda: setattr(call, "deadline", time.monotonic() + 0.3))
-    timer.start()
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no answer within [01]\."):
-        call(lambda: release.wait(60.0), 50.0)
-    assert 0.4 < time.monotonic() - begin < 10.0
-    release.set()
 
 
 def test_nothing_imports_mlflow_before_it_is_needed():

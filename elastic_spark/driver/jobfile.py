@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from elastic_spark.bounded import Bounded
 from elastic_spark.checkpoint.storage import open_storage
 from elastic_spark.errors import JobHeld, StorageFailed
 
@@ -202,21 +203,10 @@ class JobFile:
 
 def _within(limit_s: float, work: Callable[[], object]) -> None:
     """Do it in a thread that is left behind where the storage hangs; raises StorageFailed then, and what it raises."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="job file", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise StorageFailed(f"storage has not answered for {limit_s:.1f} s")
-    if failed:
-        raise failed[0]
+    try:
+        Bounded(name="job file")(work, limit_s)
+    except TimeoutError as error:
+        raise StorageFailed(f"storage: {error}") from error
 
 
 def _name(version: int) -> str:

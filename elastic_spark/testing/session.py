@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from elastic_spark.bounded import Bounded
 from elastic_spark.errors import EnvironmentUnfit
 
 if TYPE_CHECKING:
@@ -106,14 +106,8 @@ def terminate(process: subprocess.Popen[Any], limit_s: float) -> None:
 
 def bounded(call: Callable[[], Any], limit_s: float) -> None:
     """Run a call that may fail or hang, as one to a dead or frozen JVM does, in a thread waited for ``limit_s``."""
-
-    def quiet() -> None:
-        with contextlib.suppress(Exception):
-            call()
-
-    thread = threading.Thread(target=quiet, daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    with contextlib.suppress(Exception):
+        Bounded()(call, limit_s)
 
 
 @contextlib.contextmanager

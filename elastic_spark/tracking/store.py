@@ -20,10 +20,10 @@ from ssl import CERT_NONE, create_default_context
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
+from elastic_spark.bounded import Bounded
 from elastic_spark.core.records import Record
 from elastic_spark.errors import ConfigError
 from elastic_spark.tracking import values
-from elastic_spark.tracking.bounded import Bounded
 from elastic_spark.tracking.place import (
     artifacts_beside,
     context_tags,
@@ -78,7 +78,7 @@ class Store:
         self.experiment_id = ""
         self.newest_step = 0
         self._warn = warn
-        self._bounded = Bounded()
+        self._bounded = Bounded(name="elastic-spark-mlflow-call")
         self._resumes = 0
         self._artifact_uri = ""
         self._models = True

@@ -24,9 +24,9 @@ class Bounded:
         deadline: of the monotonic clock; no call is waited for beyond it. It may be set while one is.
     """
 
-    def __init__(self, most_left: int = 4) -> None:
+    def __init__(self, most_left: int = 4, name: str = "elastic-spark-call") -> None:
         self.deadline = math.inf
-        self._most_left = most_left
+        self._most_left, self._name = most_left, name
         self._left: list[threading.Thread] = []
 
     def __call__(self, call: Callable[[], T], limit_s: float) -> T:
@@ -47,7 +47,7 @@ class Bounded:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name="elastic-spark-mlflow-call", daemon=True)
+        thread = threading.Thread(target=run, name=self._name, daemon=True)
         begin = time.monotonic()
         thread.start()
         while thread.is_alive():
