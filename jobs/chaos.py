@@ -11,6 +11,7 @@ checkpoints. To try a function of your own: ``elastic-spark chaos``.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -38,29 +39,29 @@ def main() -> int:
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     broken = []
-    options.keep.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"id": range(ROWS)}), options.keep / "rows.parquet", row_group_size=100)
     for seed in seeds:
-        left = options.keep / f"seed-{seed}"
-        shutil.rmtree(left, ignore_errors=True)
+        folder = options.keep / f"seed-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         started = time.monotonic()
-        verdict = try_seed(seed, options)
+        verdict = try_seed(seed, folder, options)
         print(f"seed {seed}: {verdict}, {time.monotonic() - started:.0f} s", flush=True)
         if verdict == "held":
-            shutil.rmtree(left)
+            shutil.rmtree(folder)
         else:
             broken.append(seed)
-            print(f"  its log: {left / 'events.jsonl'}", flush=True)
+            print(f"  its log: {folder / 'job' / 'events.jsonl'}", flush=True)
     print(f"{len(seeds) - len(broken)} of {len(seeds)} held" + (f"; not: {broken}" if broken else ""))
     return 1 if broken else 0
 
 
-def try_seed(seed: int, options: argparse.Namespace) -> str:
-    rows = {"train": str(options.keep / "rows.parquet")}
+def try_seed(seed: int, folder: Path, options: argparse.Namespace) -> str:
+    rows = str(folder / "rows.parquet")
+    pq.write_table(pa.table({"id": range(ROWS)}), rows, row_group_size=100)
     job = {
-        **{"kwargs": {"epochs": options.epochs}, "data": rows, "global_batch": BATCH},
+        **{"kwargs": {"epochs": options.epochs}, "data": {"train": rows}, "global_batch": BATCH},
         **{"num_proc": options.machines, "min_num_proc": 1, "max_num_proc": options.machines + 1},
-        **{"work_dir": str(options.keep), "job_name": f"seed-{seed}", "tracking": False, "verbose": 0},
+        **{"work_dir": str(folder), "job_name": "job", "tracking": False, "verbose": 0},
     }
     blows = schedule(seed, options.blows, options.machines, options.machines + 1)
     outcome = chaos(train, blows, options.machines, job, conf={}, say=lambda line: print(f"  {line}", flush=True))
@@ -80,7 +81,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--blows", type=int, default=8)
     parser.add_argument("--machines", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=45)
-    keep = Path(tempfile.gettempdir()) / "elastic-spark-chaos"
+    keep = Path(tempfile.gettempdir()) / f"elastic-spark-chaos-{os.getuid()}"
     parser.add_argument("--keep", type=Path, default=keep, help="folder for what seeds that failed have left")
     return parser.parse_args()
 

@@ -9,6 +9,7 @@ end, and the exit code is not 0 unless both are content.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: Files that need one processor at most, and little of it: a cluster's tests do not notice them. Two minutes and a half
-#: of processor time, over five of waiting for servers that do not answer.
+#: Files that need little of one processor: a cluster's tests do not notice them. Four minutes of processor time, and
+#: longer than that they wait for servers that do not answer.
 BESIDE = (
     "core",
     *("test_tracking.py", "test_tracking_parts.py", "test_dynamo.py", "test_freeze.py", "test_reader.py"),
@@ -45,11 +46,20 @@ def main(arguments: Sequence[str]) -> int:
             code = subprocess.call([*pytest, *others], cwd=ROOT)
             code = second.wait() or code
         finally:
-            second.kill()
-            second.wait()
+            _end(second)
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout.buffer)
     return code
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C would, so that its tests end what they have started."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(30.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":

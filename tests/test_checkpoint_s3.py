@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore, commands
 from elastic_spark.driver.jobfile import JobFile
@@ -46,9 +46,7 @@ while True:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address. Credentials and address reach s3fs as a user's would: by the environment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     log = (tmp_path_factory.mktemp("s3") / "server.txt").open("wb")
     code = "from moto.server import main; main()"
@@ -211,9 +209,7 @@ def test_a_bucket_that_is_not_there_is_named_and_not_made(server: str) -> None:
 def test_a_server_that_is_away_is_a_storage_failure(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{probe.getsockname()[1]}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
     try:

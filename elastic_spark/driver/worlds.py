@@ -106,8 +106,7 @@ class Worlds:
         )
         self._append([formed])
         safe = {"durable_s": self._now() - self._durable_at}
-        sole_holder = bool(effect.joined) and len(effect.members) - len(effect.joined) <= 1
-        starts = {"restore": restore, "memory": from_memory, "step": step, "sole_holder": sole_holder}
+        starts = {"restore": restore, "memory": from_memory, "step": step, "sole_holder": effect.sole_holder}
         common = {**starts, "seed": self._seed, **safe}
         for worker, message in assignments(effect.generation, effect.members, environments, lanes, common):
             self._peers.tell_worker(worker, message)

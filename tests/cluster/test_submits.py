@@ -127,9 +127,7 @@ def test_a_driver_that_is_terminated_twice_and_killed_is_resumed_each_time(submi
     assert summary["rows_once"] + summary["rows_inherited"] == ROWS * EPOCHS
     assert summary["rows_inherited"] <= 10 * 24
     history = MlflowClient(f"sqlite:///{submitted.folder}/mlflow.db").get_metric_history(story["run_id"], "loss")
-    told = {(point.step, point.value) for point in history}
-    assert len(told) == len({point.step for point in history}), "a step that was trained again has the same loss"
-    assert len(told) >= summary["steps"] - summary["rows_inherited"] // 24
+    assert len({point.step for point in history}) >= summary["steps"] - summary["rows_inherited"] // 24
 
 
 def terminate(submitted: Submitted, *, with_its_jvm: bool) -> None:

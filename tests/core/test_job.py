@@ -210,6 +210,7 @@ def test_all_processes_lost_the_newest_snapshot_in_memory_is_brought_back() -> N
 
 def test_what_comes_from_memory_is_waited_for_but_not_for_ever() -> None:
     run = Script(num_proc=2, max_num_proc=2, settle_s=0.1, memory_s=2.0).running()
+    run(core.Tick(5), core.TICK_S)
     for number in (2, 3):
         run.agent(number)
     run.ready("w2", "w3")
@@ -250,6 +251,7 @@ def test_memory_is_waited_for_in_a_world_that_came_from_memory_too() -> None:
 
 def test_memory_is_waited_for_on_an_agent_whose_workers_keep_failing() -> None:
     run = Script(num_proc=1, max_num_proc=1, settle_s=0.1, spawn_limit=5).running()
+    run(core.Tick(9), core.TICK_S)
     run.agent(1)
     run.ready("w1")
     run.down("w0")
@@ -261,12 +263,73 @@ def test_memory_is_waited_for_on_an_agent_whose_workers_keep_failing() -> None:
 
 def test_memory_on_a_suspect_host_counts() -> None:
     run = Script(num_proc=2, max_num_proc=2).running()
+    run(core.Tick(9), core.TICK_S)
     run.agent(2)
     run.ready("w2")
     run.job = replace(run.job, probation=Probation({"host0": (9.0, run.now)}))
     all_processes_die(run)
     run.ready("w4")
     one(run(core.Ready("w3", 9, 1)), core.Form, members=("w3", "w2"), found=9)
+
+
+def test_what_those_who_have_returned_hold_is_waited_for_when_rank_0_is_lost() -> None:
+    """Their agents' memory has the end. The next worker of rank 0's agent finds less, and comes first."""
+    run = Script(num_proc=1, max_num_proc=2, settle_s=0.2).running()
+    run.agent(1)
+    run.ready("w1")
+    run.wait(0.5, "*")
+    run.ask(step=20, reason="reset")
+    run.initialise()
+    run(core.Tick(40), core.TICK_S)
+    run(core.Finished("w1"))
+    run.down("w0")
+    assert of(run(core.Ready("w2", 30, 2)), core.Form) == []
+    one(run(core.Ready("w3", 40, 2)), core.Form, members=("w3", "w2"), found=40)
+
+
+def test_where_the_newest_step_is_found_others_are_waited_for_no_longer_than_usual() -> None:
+    run = Script(num_proc=2, settle_s=1.0).running()
+    run(core.Tick(9), core.TICK_S)
+    run.agent(2)
+    run.agent(3)
+    run.ready("w2", "w3")
+    all_processes_die(run)
+    assert of(run(core.Ready("w4", 9, 1)), core.Form) == []
+    one(run.wait(1.1, "*"), core.Form, members=("w4", "w2"), found=9)
+
+
+def test_the_wait_for_memory_begins_with_the_last_loss_and_ends_with_elastic_timeout() -> None:
+    """The only holder is lost long after its world began to end."""
+    run = Script(num_proc=2, max_num_proc=2, elastic_timeout=5.0, settle_s=0.1).running()
+    run(core.Tick(9), core.TICK_S)
+    run.down("w1")
+    run.ready("w2")
+    run.wait(4.5, "*")
+    run.down("w0")
+    run.agent(2)
+    run.ready("w4")
+    assert of(run.wait(4.0, "*"), core.Form) == []
+    one(run.wait(1.2, "*"), core.Form, members=("w2", "w4"), found=-1)
+
+
+def test_who_alone_holds_the_state_is_told() -> None:
+    run = Script(num_proc=2, max_num_proc=3).running()
+    run.down("w1")
+    one(run.ask("w0", step=9), core.Form, members=("w0",), sole_holder=False)
+    run.initialise()
+    run.ready("w2")
+    run.agent(2)
+    run.ready("w3")
+    run.wait(0.5, "*")
+    one(run.ask(step=12, reason="reset"), core.Form, members=("w0", "w2", "w3"), sole_holder=True)
+    run.initialise("w0", "w2")
+    run.down("w3")
+    run.ask("w0", step=12)
+    one(run.ask("w2", step=-1), core.Form, members=("w0", "w2"), joined=(), sole_holder=True)
+    run.initialise()
+    run.ready("w4")
+    run.wait(0.5, "*")
+    one(run.ask(step=15, reason="reset"), core.Form, members=("w0", "w2", "w4"), sole_holder=False)
 
 
 def test_memory_is_not_waited_for_where_the_guard_goes_back_or_no_step_was_ever_told() -> None:
@@ -294,6 +357,7 @@ def test_what_a_survivor_holds_is_preferred_to_memory() -> None:
 def test_what_is_left_of_an_undone_story_is_not_brought_back() -> None:
     """The first world's snapshot of step 9 comes late: the job has begun anew from a checkpoint meanwhile."""
     run = Script(num_proc=1, max_num_proc=1, settle_s=0.5, memory_s=0.5).running()
+    run(core.Tick(9), core.TICK_S)
     run.agent(1)
     run.ready("w1")
     run.down("w0")

@@ -99,6 +99,7 @@ def _on_initialised(turn: Turn, happened: i.Initialised) -> None:
     if worker is None or worker.stage is not Stage.CALLED or happened.generation != turn.job.generation:
         return
     turn.move(worker, Stage.RUNNING)
+    turn.put_agent(replace(turn.job.agents[worker.agent], remembers=True))
     live = turn.job.live_members()
     if turn.job.ending is None and all(member.stage is Stage.RUNNING for member in live):
         fresh = {member.agent for member in live}

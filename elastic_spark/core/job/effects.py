@@ -67,7 +67,7 @@ class BreakGeneration(Effect):
 class Form(Effect):
     """Open the next generation. ``step`` is what rank 0 holds; with ``restore`` nobody holds anything that counts: rank
     0 can bring step ``found`` back from memory (-1: nobody can), or it starts from a checkpoint, with ``before`` from a
-    good one of a step below that."""
+    good one of a step below that. ``sole_holder``: rank 0 is the only one that holds what the others are to receive."""
 
     generation: int
     members: tuple[str, ...]
@@ -79,6 +79,7 @@ class Form(Effect):
     restore: bool
     found: int = -1
     before: int | None = None
+    sole_holder: bool = False
 
 
 @dataclass(frozen=True)

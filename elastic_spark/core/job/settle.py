@@ -131,11 +131,9 @@ def _consider_next(turn: Turn) -> None:
     """All live members ask: the next generation, as soon as it is large enough.
 
     Where those who held the state are gone, it may be in the memory that one of those who are about to come finds.
-    Functions that tell no step have none there.
     """
     job, options = turn.job, turn.job.options
-    state_lost = max(job.formed_step, job.best) > 0 and all(member.step < 0 for member in job.live_members())
-    if state_lost and _awaits_memory(turn):
+    if all(member.step < 0 for member in job.live_members()) and _awaits_memory(turn):
         return
     plan = next_world(job, turn.clock)
     if plan.size >= options.min_num_proc:
@@ -172,9 +170,13 @@ def _is_somebody_coming(job: Job) -> bool:
 
 
 def _awaits_memory(turn: Turn) -> bool:
-    """Whether somebody is about to come who may find what its predecessor, a member of a world, has left."""
-    job = turn.job
-    if job.suspect_from is not None or turn.clock - job.ending_since >= job.options.memory_s:
+    """Whether somebody is about to come who may find what its predecessor, a member of a world, has left. There is
+    nothing where the function tells no step."""
+    job, options = turn.job, turn.job.options
+    newest = max(job.formed_step, job.best)
+    is_found = any(job.found(worker) >= newest for worker in job.workers.values())
+    limit_s = options.settle_s if is_found else min(options.memory_s, options.elastic_timeout)
+    if newest < 1 or job.suspect_from is not None or turn.clock - job.bereft_since >= limit_s:
         return False
     coming = [agent for agent in job.agents.values() if agent.remembers]
     return any(agent.worker is None or job.workers[agent.worker].stage is Stage.WARMING for agent in coming)
@@ -223,6 +225,7 @@ def _form(turn: Turn, plan: Plan) -> None:
         restore=held < 0,
         found=found,
         before=before,
+        sole_holder=len(members) > 1 and sum(member.step == held >= 0 for member in plan.survivors) == 1,
     )
     turn.do(form)
     turn.set(

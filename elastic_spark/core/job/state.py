@@ -31,7 +31,8 @@ class Options:
     num_proc: workers wanted at the start. min_num_proc: fewer is a stop. max_num_proc: more are spares.
     start_timeout: limit for the first generation. elastic_timeout: limit for every later shortage and every reset.
     settle_s: start with fewer than num_proc when nobody has come for so long.
-    memory_s: where nobody alive holds the state, successors of those who did, on their agents, are waited for so long.
+    memory_s: where nobody alive holds the state, successors of those who did, on their agents, are waited for so long,
+        and no longer than ``elastic_timeout``; for ``settle_s`` where the newest step that is known was found already.
     join_delay_s: newcomers are gathered for so long before the world is changed for them.
     frozen_after_s: silence after which a worker is lost while others are heard; an agent after twice as long.
     silent_all_after_s: silence after which they are lost when nobody is heard.
@@ -74,7 +75,7 @@ class Options:
 @dataclass(frozen=True)
 class Agent:
     """``failures``: workers of it that failed in a row. ``spawn_at``: when the next one is started, with none now.
-    ``remembers``: a worker of it was lost in a world, and may have left its last snapshot in the agent's memory."""
+    ``remembers``: a worker of it has been in a world, and may have left its last snapshot in the agent's memory."""
 
     id: str
     slot: int
@@ -144,6 +145,7 @@ class Job:
         that register late.
     generation, members: the newest world; ``members[r]`` has rank r. Members that are lost stay listed until the next.
     ending: why the generation ends, or None while nothing speaks against it. broken: its collectives were broken.
+    bereft_since: when a member was lost last.
     lost: members lost since it was formed. perished: among them, those whose process died under a living agent.
     unbalanced: other owners of lanes are wanted.
     ran_at: when all of its members were running; None until then.
@@ -172,6 +174,7 @@ class Job:
     members: tuple[str, ...] = ()
     ending: str | None = None
     ending_since: float = 0.0
+    bereft_since: float = 0.0
     broken: bool = False
     lost: tuple[str, ...] = ()
     perished: tuple[str, ...] = ()

@@ -113,11 +113,11 @@ class Turn:
                 self.set(ending=why)  # a survivor's failed collective may have come first: this is what it came from
             self.set(lost=(*self.job.lost, worker.id))
             self.set(broken=False)  # break again: the survivors may be stuck in what this one left behind
+            self.set(bereft_since=self.clock)
             if not self.job.live_members():
                 self.set(stillborn=0)  # the job could host workers, so it begins to count anew
         self.do(Kill(worker.id, worker.agent))
         if agent is not None:
-            agent = replace(agent, remembers=agent.remembers or worker.id in self.job.members)
             self._replace_worker(agent, stillborn=worker.stage is Stage.WARMING)
 
     def _replace_worker(self, agent: Agent, *, stillborn: bool) -> None:

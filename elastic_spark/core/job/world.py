@@ -32,15 +32,17 @@ def next_world(job: Job, clock: float) -> Plan:
     Draining members leave, except where nobody else holds the newest step, or where without them the world would be
     too small (then all of them stay), or where nobody at all would take over. READY workers join, the longest waiting
     first, up to ``max_num_proc``; those of hosts on probation only where there would be too few otherwise. Where nobody
-    alive holds anything, those come first who have found the newest snapshot in memory, on whatever host.
+    alive holds anything, those come first who have found the newest snapshot in memory; the first one on whatever host.
     """
     options, live = job.options, job.live_members()
     trusted, suspect = _newcomers(job, clock)
     staying = [member for member in live if not job.is_draining(member)]
-    pool = trusted + (suspect if len(staying) + len(trusted) < options.min_num_proc else [])
-    if not any(member.step >= 0 for member in live):
-        pool += [worker for worker in suspect if worker not in pool and job.found(worker) >= 0]
-        pool.sort(key=job.found, reverse=True)
+    pool = trusted if len(staying) + len(trusted) >= options.min_num_proc else trusted + suspect
+    if all(member.stage is Stage.ASKING and member.step < 0 for member in live):
+        finder = max(trusted + suspect, key=job.found, default=None)
+        pool = sorted(pool, key=job.found, reverse=True)
+        if finder is not None and finder not in pool and job.found(finder) >= 0:
+            pool = [finder, *pool]
     if live and (staying or pool):
         holders = _holders(live)
         if not any(member in staying for member in holders):
