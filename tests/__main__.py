@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: Files that need little of one processor: a cluster's tests do not notice them. Four minutes of processor time, and
-#: longer than that they wait for servers that do not answer.
+#: Files that start no cluster and time no recovery. They need six minutes of processor time, and for as long they wait
+#: for servers that do not answer.
 BESIDE = (
     "core",
-    *("test_tracking.py", "test_tracking_parts.py", "test_dynamo.py", "test_freeze.py", "test_reader.py"),
-    *("test_checkpoint.py", "test_checkpoint_faults.py", "test_checkpoint_s3.py", "test_saver.py", "test_memory.py"),
-    *("test_conf.py", "test_setup.py", "test_architecture.py", "test_jobfile.py", "test_status.py", "test_report.py"),
-    "test_bounded.py",
+    *("test_architecture.py", "test_bounded.py", "test_checkpoint.py", "test_checkpoint_faults.py"),
+    *("test_checkpoint_s3.py", "test_conf.py", "test_dynamo.py", "test_estimator.py", "test_freeze.py"),
+    *("test_jobfile.py", "test_memory.py", "test_reader.py", "test_report.py", "test_saver.py", "test_setup.py"),
+    *("test_status.py", "test_tracking.py", "test_tracking_parts.py"),
 )
 
 

@@ -261,7 +261,11 @@ def test_memory_is_used_again_but_never_while_it_shows(tmp_path, monkeypatch):
 
 
 def reader_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("elastic-spark-")]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("elastic-spark-reader", "elastic-spark-fill"))
+    ]
 
 
 def test_threads_end_with_the_iterator_and_with_the_reader(tmp_path):
