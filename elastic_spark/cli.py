@@ -17,7 +17,14 @@ from typing import Any
 
 import click
 
-from elastic_spark.errors import ConfigError, ElasticSparkError, EnvironmentUnfit, JobCancelled, NotEnoughWorkers
+from elastic_spark.errors import (
+    ConfigError,
+    DataError,
+    ElasticSparkError,
+    EnvironmentUnfit,
+    JobCancelled,
+    NotEnoughWorkers,
+)
 from elastic_spark.flags import Asked, as_arguments, as_yaml, asked, job_options
 
 
@@ -86,7 +93,7 @@ def hosts(members_path: Path | None, script: Path | None) -> None:
 _EXIT_CODES = """\b
 Exit codes:
   0  finished
-  1  failed, by an error of the function or of the job; `resume` goes on from the last checkpoint
+  1  failed, by an error of the function, of the data or of the job; `resume` goes on from the last checkpoint
   2  wrong usage, configuration or surroundings: nothing was started, and another try ends the same
   3  not enough workers came in time: another try may do
   4  cancelled: Ctrl-C, SIGTERM, or the SparkContext was stopped"""
@@ -201,6 +208,7 @@ def _run(command: str, given: dict[str, Any]) -> None:
     import elastic_spark
     from elastic_spark.report import render_text
 
+    request.settings.make_work_dir()
     name = request.settings.job_name or given["function"]
     session = runner.session(given["master"], f"elastic_spark {name}", request.conf)
     try:
@@ -247,23 +255,32 @@ def _exit_codes() -> Iterator[None]:
 def report(events: Path, html: Path | None, png: Path | None, manifests: tuple[Path, ...]) -> None:
     """Tell the story of a job from its event log EVENTS, finished or not."""
     from elastic_spark.core.audit import check_digests
-    from elastic_spark.core.events import DatasetFrozen, read_log
+    from elastic_spark.core.events import DatasetFrozen, is_damaged, read_log
     from elastic_spark.core.manifest import Manifest
     from elastic_spark.core.metrics import summarise
     from elastic_spark.report import render_html, render_png, render_text
 
-    with events.open(encoding="utf-8", errors="replace") as lines:
-        log = list(read_log(lines))
+    with events.open(encoding="utf-8", errors="replace") as stream:
+        lines = list(stream)
+    log = list(read_log(lines))
     if not log:
         raise click.UsageError(f"{events} is no event log: a job's is events.jsonl below its work_dir, and in its run")
+    try:
+        known = [Manifest.from_json(path.read_text(encoding="utf-8")) for path in manifests]
+    except (DataError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--manifest: {error}") from error
     summary = summarise(log)
     click.echo(render_text(summary))
-    if html is not None:
-        html.write_text(render_html(log, f"elastic_spark: {events.name}"), encoding="utf-8")
-    if png is not None:
-        render_png(log, png)
+    if damaged := sum(map(is_damaged, lines)):
+        click.echo(f"{damaged} of {len(lines)} lines could not be read: what they told is missing above", err=True)
+    try:
+        if html is not None:
+            html.write_text(render_html(log, f"elastic_spark: {events.name}"), encoding="utf-8")
+        if png is not None:
+            render_png(log, png)
+    except OSError as error:
+        raise click.UsageError(f"the page cannot be written: {error}") from error
     with _exit_codes():
-        known = [Manifest.from_json(path.read_text(encoding="utf-8")) for path in manifests]
         frozen = [event for event in log if isinstance(event, DatasetFrozen)]
         checks = check_digests(summary["epochs"], frozen, known)
     for words, _ in checks:

@@ -51,8 +51,7 @@ class Run:
         self.output, self.terminal = output, terminal
         self.begin = find_start(settings, lambda which: _tracked(settings, which))
         self.name = self.begin.job_name or f"job-{uuid.uuid4().hex[:8]}"
-        self.work = Path(settings.work_dir).absolute() / self.name
-        self.work.mkdir(parents=True, exist_ok=True)
+        self.work = settings.make_work_dir(self.name)
         self.store_uri = store_uri(settings, self.name)
         self.data = data
         self.store = CheckpointStore(self.store_uri)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 import typing
@@ -132,6 +133,21 @@ class JobConfig:
         config = cls(**{name: _as(name, hints[name], value) for name, value in given.items()})
         config._check()
         return config
+
+    def make_work_dir(self, job_name: str = "") -> Path:
+        """The absolute folder of a job below ``work_dir``, made where it is missing.
+
+        Raises:
+            ConfigError: it cannot be made or written.
+        """
+        folder = Path(self.work_dir).absolute() / job_name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"work_dir={self.work_dir!r} cannot be made: {error}") from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"work_dir={self.work_dir!r} cannot be written: {folder} is read-only")
+        return folder
 
     def _check(self) -> None:
         for name in ("num_proc", "min_num_proc", "max_num_proc", "global_batch", "lanes", "keep_checkpoints"):

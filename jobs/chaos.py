@@ -36,8 +36,7 @@ def train(ctx, epochs):
 
 def main() -> int:
     options = parse_options()
-    first, _, end = options.seeds.partition(":")
-    seeds = range(int(first), int(end) if end else int(first) + 1)
+    seeds = options.seeds
     broken = []
     for seed in seeds:
         folder = options.keep / f"seed-{seed}"
@@ -77,13 +76,26 @@ def try_seed(seed: int, folder: Path, options: argparse.Namespace) -> str:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:10", help="first:end, or one")
+    parser.add_argument("--seeds", type=as_range, default="0:10", help="first:end, or one")
     parser.add_argument("--blows", type=int, default=8)
     parser.add_argument("--machines", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=45)
     keep = Path(tempfile.gettempdir()) / f"elastic-spark-chaos-{os.getuid()}"
     parser.add_argument("--keep", type=Path, default=keep, help="folder for what seeds that failed have left")
-    return parser.parse_args()
+    options = parser.parse_args()
+    try:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--keep: {error}")
+    return options
+
+
+def as_range(text):
+    first, _, end = text.partition(":")
+    seeds = range(int(first), int(end or int(first) + 1))
+    if not seeds:
+        raise ValueError("no seed")
+    return seeds
 
 
 if __name__ == "__main__":

@@ -102,6 +102,19 @@ def test_what_is_no_log_or_holds_no_checkpoint_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_report_says_what_it_could_not_read_or_write(tmp_path: Path) -> None:
+    """Exit code 1 is for a sequence that differs, and for nothing else."""
+    log, junk = tmp_path / "events.jsonl", tmp_path / "junk"
+    told = ev.to_json(ev.Warned(at=1.0, message="m"))
+    log.write_text(f'{told}\n{{"event": "OfANewerVersion"}}\n\n[1]\n{told[:20]}')
+    junk.write_bytes(b"\xff\x00\xfe")
+    cli = CliRunner().invoke(main, ["report", str(log)])
+    assert (cli.exit_code, cli.stderr) == (0, "2 of 5 lines could not be read: what they told is missing above\n")
+    for words in (["--manifest", str(junk)], ["--manifest", str(log)], ["--html", str(tmp_path / "no" / "x.html")]):
+        cli = CliRunner().invoke(main, ["report", str(log), *words])
+        assert (cli.exit_code, type(cli.exception)) == (2, SystemExit), cli.output
+
+
 def test_every_option_has_a_flag() -> None:
     flags = {parameter.name for parameter in main.commands["run"].params}
     assert {item.name for item in dataclasses.fields(JobConfig)} <= flags

@@ -161,6 +161,7 @@ def test_dry_run_prints_what_would_be(script: Path) -> None:
         (["run", "no_such_module_at_all:train"], "cannot import no_such_module_at_all"),
         (["resume", "SCRIPT:train"], "--job-name"),
         (["resume", "SCRIPT:train", "--job-name", "none", "--work-dir", "DIR"], "there is no job 'none'"),
+        (["run", "SCRIPT:train", "--work-dir", "SCRIPT"], "cannot be made"),
     ],
 )
 def test_wrong_usage_ends_with_2(script: Path, words: list[str], said: str) -> None:

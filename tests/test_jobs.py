@@ -67,6 +67,14 @@ def test_a_seed_of_churn_is_held(tmp_path):
     assert re.search(r"blow 1 of 1 at step .*\nseed 3: held, \d+ s\n1 of 1 held\n$", done.stdout)
 
 
+@pytest.mark.parametrize("words", [["--seeds", "5:2"], ["--seeds", "abc"], ["--keep", "/proc/none"]])
+def test_a_seed_that_cannot_be_tried_is_no_success(words):
+    done = subprocess.run([sys.executable, JOBS / "chaos.py", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.timeout(200)
 def test_the_characters_are_learnt_by_spark_submit(tmp_path):
     options = ["--characters", "60000", "--epochs", "2", "--global-batch", "32", "--work-dir", str(tmp_path)]

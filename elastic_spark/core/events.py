@@ -346,6 +346,14 @@ def read_log(lines: Iterable[str]) -> Iterator[Event]:
             yield event
 
 
+def is_damaged(line: str) -> bool:
+    """Whether a line of a log is torn, or none of a log at all; one of a newer version is not."""
+    try:
+        return not isinstance(json.loads(line), dict)
+    except ValueError:
+        return bool(line.strip())
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)

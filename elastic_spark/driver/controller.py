@@ -251,9 +251,23 @@ class Controller:
             if worker.stage is not core.Stage.WARMING and not self._is_draining(worker)
         ]
         version = hash(tuple(sorted(member.id for member in listed)))
-        if version != self._published and not self._journal.left:
+        if version != self._published and not self._journal.left and self._publish(listed):
             self._published = version
+
+    def _publish(self, listed: Sequence[discovery.Member]) -> bool:
+        """Whether the member list could be written; it is tried again at the next turn. Nothing hangs on it here."""
+        try:
             discovery.publish(self._members_path, listed, self._job.generation)
+        except OSError as error:
+            self._warn(f"the member list cannot be written: {error}", "driver")
+            return False
+        return True
+
+    def _warn(self, message: str, where: str) -> None:
+        """Once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            self._journal.append(ev.Warned(at=self._now(), message=message, where=where))
 
     def _is_draining(self, worker: core.Worker) -> bool:
         agent = self._job.agents.get(worker.agent)
@@ -315,9 +329,8 @@ class Controller:
                 self._journal.append(spawned)
             case "output":
                 self._worker_output(message["worker"], tuple(message["lines"]))
-            case "warning" if message["text"] not in self._warned:
-                self._warned.add(message["text"])
-                self._journal.append(ev.Warned(at=self._now(), message=message["text"], where=f"executor {executor}"))
+            case "warning":
+                self._warn(message["text"], f"executor {executor}")
             case "notice" if known is not None:
                 self._on_notice(executor)
                 self._turn(core.Draining(executor, message["reason"]))
@@ -444,7 +457,7 @@ class Controller:
         while (self._peers.agents or self._peers.workers) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if not self._journal.left:
-            discovery.publish(self._members_path, [], self._job.generation)
+            self._publish([])
 
 
 def _minor(version: str) -> str:

@@ -1,4 +1,4 @@
-"""The event log on disk, and everybody who reads along."""
+"""The event log on disk, and everybody who reads along. Where the disk is full the facts wait in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elastic_spark.core.events import Event, to_json
+from elastic_spark.core.events import Event, Warned, to_json
 from elastic_spark.torn import is_torn
 
 #: A process whose loop has not run for so many seconds may have been stopped, and may have lost its job meanwhile.
@@ -32,13 +32,13 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         torn = is_torn(path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the job
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the job
+        self._unwritten = bytearray(b"\n" if torn else b"")
+        self._trouble: OSError | None = None
         self._readers = list(readers)
         self._stood_still = stood_still
         self._beat_at = (time.monotonic(), time.time())
         self.left = False
-        if torn:
-            self._file.write("\n")
 
     def leave(self) -> None:
         """Another driver writes this file now: the readers alone are told from here on."""
@@ -54,9 +54,27 @@ class Journal:
     def append(self, event: Event) -> None:
         self.beat()
         if not self.left:
-            self._file.write(to_json(event) + "\n")
+            self._unwritten += to_json(event).encode() + b"\n"
+            before = self._trouble
+            self._write()
+            if self._trouble is not None and before is None:
+                message = f"{self.path} cannot be written ({self._trouble}): facts wait in memory until it can be"
+                self.append(Warned(at=event.at, message=message, where="driver"))
         for reader in self._readers:
             reader(event)
 
     def close(self) -> None:
+        """Raises OSError where the end of the log could not be written."""
+        if not self.left:
+            self._write()
         self._file.close()
+        if self._trouble is not None and not self.left:
+            raise self._trouble
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
+            self._trouble = None
+        except OSError as error:
+            self._trouble = error

@@ -134,7 +134,7 @@ def try_out(task: FitTask, columns: Mapping[str, torch.Tensor]) -> int:
     except Exception as error:
         raise ConfigError(
             f"model, loss and columns do not fit: {error}. The model is called with one tensor for each of "
-            f"feature_cols, here {shapes}; a VectorAssembler makes one column of several"
+            f"feature_cols, here {shapes}; a VectorAssembler makes one column of vectors of one or several"
         ) from error
     finally:
         task.module.train(before)
