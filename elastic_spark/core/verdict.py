@@ -19,10 +19,10 @@ def verdict(summary: Mapping[str, Any]) -> list[Line]:
     return [
         ("status", _status(summary), {"FINISHED": "ok", "FAILED": "bad", "KILLED": "bad"}.get(summary["status"], "")),
         ("rows", _rows(summary), "bad" if summary["rows_twice"] or summary["rows_never"] else "ok"),
-        ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
-        ("pause at a change", _pauses(summary), ""),
         ("workers", _sizes(summary["world_sizes"]), ""),
         ("changes", _changes(summary["changes"]), ""),
+        ("pause at a change", _pauses(summary), ""),
+        ("lost by roll-back", _lost(summary), "bad" if summary["steps_lost"] else "ok"),
         ("steps", f"{summary['steps']:,}", ""),
         ("guard", _guard(summary), "bad" if summary["guard_alarms"] else "ok"),
         ("goodput", "-" if summary["goodput"] is None else f"{summary['goodput']:.1%} of the ideal rate", ""),
