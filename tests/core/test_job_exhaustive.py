@@ -33,7 +33,7 @@ def options(min_num_proc: int) -> core.Options:
         start_timeout=NEVER,
         elastic_timeout=NEVER,
         settle_s=0.0,
-        memory_s=0.0,
+        memory_s=NEVER,
         join_delay_s=0.0,
         frozen_after_s=NEVER,
         silent_all_after_s=NEVER,
@@ -51,7 +51,8 @@ def at_rest(cluster: Cluster) -> Cluster:
     job = cluster.job
     workers = {name: replace(worker, heard=0.0, since=0.0) for name, worker in job.workers.items()}
     agents = {name: replace(agent, heard=0.0, spawn_at=0.0) for name, agent in job.agents.items()}
-    zero = {"ticked": 0.0, "paused": 0.0, "ending_since": 0.0, "arrived": 0.0, "notified": float("-inf")}
+    zero = {"ticked": 0.0, "paused": 0.0, "ending_since": 0.0, "bereft_since": 0.0, "arrived": 0.0}
+    zero["notified"] = float("-inf")
     return replace(cluster, now=0.0, job=replace(job, workers=workers, agents=agents, **zero))
 
 
@@ -71,7 +72,7 @@ def key(cluster: Cluster, finish: bool) -> Hashable:
         return (
             worker.stage,
             worker.step - base if worker.step >= 0 else None,
-            agent and (min(agent.failures, 2), agent.draining),
+            agent and (min(agent.failures, 2), agent.draining, agent.remembers),
             process.phase,
             process.fault,
             process.in_flight,
@@ -86,11 +87,11 @@ def key(cluster: Cluster, finish: bool) -> Hashable:
         tuple(sorted((seen(name) for name in job.members), key=hash)),
         seen(job.members[0]) if job.members and finish else None,
         tuple(seen(name) for name in names if name not in job.members),
-        tuple(sorted((min(a.failures, 2), a.draining) for a in job.agents.values() if a.worker is None)),
+        tuple(sorted((min(a.failures, 2), a.draining, a.remembers) for a in job.agents.values() if a.worker is None)),
         len(job.agents),
         (job.generation > 0, job.ending is None, job.ending == "reset", job.broken, bool(job.lost), bool(job.perished)),
         (job.idle_resets, min(job.unformed, 3), job.barren_resets, job.stillborn, job.ran_at is None),
-        (job.formed_step < 0, job.saved),
+        (job.formed_step < 0, job.formed_step > 0, job.saved),
         job.ended,
     )
 
@@ -201,6 +202,14 @@ def running(min_num_proc: int) -> Cluster:
     return cluster
 
 
+def two_that_hold_a_step() -> Cluster:
+    """A world of two runs, and has committed."""
+    cluster = Cluster(core.start(replace(options(1), num_proc=2), 0.0)).agent_up().agent_up()
+    while not cluster.runs:
+        _, cluster = next(happenings(cluster))
+    return at_rest(cluster.feed(core.Tick(1)))
+
+
 def test_one_fault_at_any_moment_of_the_start() -> None:
     found = explore(three_workers(2), 1)
     assert found.dead_ends == []
@@ -223,6 +232,16 @@ def test_one_fault_while_the_world_finishes() -> None:
     found = explore(running(2), 1, finish=True)
     assert found.dead_ends == []
     assert (found.states, found.turns) > (1200, 3000), CUT
+
+
+def test_memory_is_waited_for_only_where_it_surely_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both who hold the state are lost. There is no limit here to a wait for what their agents remember."""
+    waits, awaits = [], settle._awaits_memory
+    monkeypatch.setattr(settle, "_awaits_memory", lambda turn: waits.append(awaits(turn)) or waits[-1])
+    found = explore(two_that_hold_a_step(), 2)
+    assert [end for end in found.dead_ends if end.job.agents] == [], "elsewhere elastic_timeout ends the job"
+    assert (found.states, found.turns) > (3000, 8000), CUT
+    assert sum(waits) > 100
 
 
 def test_the_search_finds_a_driver_that_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
