@@ -33,6 +33,7 @@ from elastic_spark.core.gauges import Gauges
 from elastic_spark.core.metrics import Summary
 from elastic_spark.core.timeline import Story
 from elastic_spark.report import MOST_BARS, MOST_LINES, QUIET, render_document, render_story
+from elastic_spark.tail import Tail
 
 MOST_CLIENTS, CLIENT_S = 8, 5.0
 #: Seconds that the process has to start.
@@ -154,7 +155,7 @@ class _View:
 
     def __init__(self, log: Path, title: str) -> None:
         self.title = title
-        self._log, self._offset, self._rest = log, 0, b""
+        self._log = Tail(log)
         self._summary, self._story, self._gauges = Summary(), Story(MOST_POINTS), Gauges()
         self._told: deque[ev.Event] = deque(maxlen=MOST_LINES)
         self._lock = threading.Lock()
@@ -178,19 +179,12 @@ class _View:
             return self._gauges.text()
 
     def _read(self) -> None:
-        """Takes in what was added to the log; its last line may be half written."""
-        if not self._log.exists():
-            return
-        with self._log.open("rb") as file:
-            file.seek(self._offset)
-            while block := file.read(1 << 20):
-                self._offset += len(block)
-                *lines, self._rest = (self._rest + block).split(b"\n")
-                for event in ev.read_log(line.decode("utf-8", "replace") for line in lines):
-                    for reader in (self._summary, self._story, self._gauges):
-                        reader.add(event)
-                    if not isinstance(event, QUIET):
-                        self._told.append(event)
+        """Takes in what was added to the log."""
+        for event in self._log.read():
+            for reader in (self._summary, self._story, self._gauges):
+                reader.add(event)
+            if not isinstance(event, QUIET):
+                self._told.append(event)
 
 
 class _Server(ThreadingHTTPServer):

@@ -67,7 +67,7 @@ def try_seed(seed: int, folder: Path, options: argparse.Namespace) -> str:
     for promise, kept in outcome.promises.items():
         if not kept:
             print(f"  BROKEN: {promise}")
-    if not outcome.held or outcome.error is not None:
+    if not outcome.held:
         return "BROKEN"
     if outcome.struck < outcome.due:
         return f"not tried, as only {outcome.struck} of {outcome.due} blows fell before the job ended (--epochs)"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.metrics import Summary
+from elastic_spark.tail import Tail
 from elastic_spark.testing import StandaloneCluster
 
 HERE = Path(__file__).resolve().parent
@@ -84,19 +85,11 @@ class EventLog:
         self.frozen: dict[str, ev.DatasetFrozen] = {}
         self.metrics: dict[str, float] = {}
         self.killed_at = 0.0
-        self._read = 0
-        self._rest = b""
+        self._tail = Tail(path)
 
     def poll(self) -> None:
-        """Take in the lines that were added; the last one may be half written."""
-        if not self.path.exists():
-            return
-        with open(self.path, "rb") as stream:
-            stream.seek(self._read)
-            added = stream.read()
-        self._read += len(added)
-        *lines, self._rest = (self._rest + added).split(b"\n")
-        for event in ev.read_log(line.decode() for line in lines):
+        """Take in what was added."""
+        for event in self._tail.read():
             self._add(event)
 
     def _add(self, event: ev.Event) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from elastic_spark.cli import main
 from elastic_spark.core import events as ev
 from elastic_spark.errors import ConfigError, NotEnoughWorkers, UserCodeFailed
-from elastic_spark.testing.chaos import Outcome, _promises, _Seen
+from elastic_spark.testing.chaos import Outcome, _promises, _Seen, _Victims
 from elastic_spark.testing.churn import KINDS, LEAST_MACHINES, schedule
 
 # ---- the schedule
@@ -83,40 +83,56 @@ SUMMARY = {
     ],
 )
 def test_the_verdict_names_what_was_broken(change, broken):
-    said = [promise for promise, kept in _promises([], {**SUMMARY, **change}, set()).items() if not kept]
+    said = [promise for promise, kept in _promises([], {**SUMMARY, **change}, _Victims()).items() if not kept]
     assert len(said) == bool(broken)
     assert broken in "".join(said)
 
 
+def test_a_job_that_left_no_log_has_not_finished():
+    promises = _promises([], {**SUMMARY, "status": "RUNNING"}, _Victims(), ConfigError("no such thing"))
+    assert [promise for promise, kept in promises.items() if not kept] == [
+        "the job finished: ConfigError no such thing"
+    ]
+
+
 @pytest.mark.parametrize(
-    ("victims", "cause", "restored_from", "broken"),
+    ("workers", "executors", "cause", "restored_from", "broken"),
     [
-        ({"w1"}, "w1 lost: process died", None, "3 were undone"),  # w2 was not struck, and had held them
-        ({"w1"}, "w1 lost: process died", "uri", "3 were undone"),
-        ({"w3"}, "w3 lost: process died", "uri", "3 were undone"),  # it had not made a step
-        ({"w1", "w2"}, "w2 lost: executor lost", None, ""),  # before there was any checkpoint
-        ({"w1", "w2"}, "w2 lost: executor lost", "uri", ""),
-        (set(), "guard: loss is nan at step 9", "uri", ""),
+        ({"w1"}, (), "w1 lost: process died", None, "3 were undone"),  # w2 was not struck, and had held them
+        ({"w1"}, (), "w1 lost: process died", "uri", "3 were undone"),
+        ({"w3"}, (), "w3 lost: process died", "uri", "3 were undone"),  # it had not made a step
+        ({"w1", "w2"}, (), "w2 lost: executor lost", None, ""),  # before there was any checkpoint
+        ({"w1", "w2"}, (), "w2 lost: executor lost", "uri", ""),
+        ({"w1"}, ("e2",), "w2 lost: executor lost", "uri", ""),
+        ({"w2"}, ("e1",), "w2 lost: process died", "uri", "3 were undone"),  # w1 was told to go, and is still there
+        ((), (), "guard: loss is nan at step 9", "uri", ""),
     ],
 )
-def test_steps_may_be_undone_where_all_who_held_them_were_struck(victims, cause, restored_from, broken):
+def test_steps_may_be_undone_where_all_who_held_them_were_struck(workers, executors, cause, restored_from, broken):
     def world(generation, members, cause, restored_from=None):
         gone = {"joined": members, "lost": (), "left": (), "source": members[0], "step": 7}
         return ev.GenerationFormed(
             at=1, generation=generation, members=members, cause=cause, restored_from=restored_from, **gone
         )
 
+    def spawned(worker):
+        return ev.WorkerSpawned(at=0, worker=worker, agent="a", host="h", executor=f"e{worker[1:]}", pid=1)
+
     log = [
+        *map(spawned, ("w1", "w2", "w3")),
         world(1, ("w1", "w2"), "start"),
         ev.StepsCommitted(at=2, generation=1, first_step=10, times=(2,)),
         world(2, ("w3",), "joined"),
         ev.GenerationRunning(at=2, generation=2, seconds=1),  # it has not received the state yet
         ev.StepsCommitted(at=2, generation=2, first_step=11, times=(2,), missing=1),  # told by one that is gone
+        ev.WorkerLost(at=2, worker="w2", cause="executor lost"),
         ev.StepsRolledBack(at=3, from_step=10, to_step=7, cause=cause),
         world(3, ("w4", "w5"), cause, restored_from),
         world(4, ("w4",), "w5 lost"),
     ]
-    said = [promise for promise, kept in _promises(log, SUMMARY, victims).items() if not kept]
+    said = [
+        promise for promise, kept in _promises(log, SUMMARY, _Victims(set(workers), set(executors))).items() if not kept
+    ]
     assert len(said) == bool(broken)
     assert broken in "".join(said)
 
@@ -125,19 +141,25 @@ def test_a_world_is_hit_only_while_it_runs():
     def spawned(worker):
         return ev.WorkerSpawned(at=0, worker=worker, agent="a", host="h", executor=worker[1:], pid=int(worker[1:]))
 
+    def seen(log):
+        out = _Seen()
+        for event in log:
+            out.add(event)
+        return out
+
     formed = ev.GenerationFormed(
         at=1, generation=1, members=("w1", "w2"), joined=(), lost=(), left=(), cause="start", source="w1", step=0
     )
     log = [spawned("w1"), spawned("w2"), formed]
-    assert _Seen.of(log).world == ()
+    assert seen(log).world == ()
     log += [
         ev.GenerationRunning(at=2, generation=1, seconds=1),
         ev.StepsCommitted(at=3, generation=1, first_step=4, times=(3, 4)),
     ]
-    assert [member.worker for member in _Seen.of(log).world] == ["w1", "w2"]
-    assert (_Seen.of(log).commits, _Seen.of(log).step) == (2, 5)
-    assert [m.worker for m in _Seen.of([*log, ev.WorkerDraining(at=5, worker="w1", reason="spot")]).world] == ["w2"]
-    assert _Seen.of([*log, ev.GenerationEnding(at=5, generation=1, cause="c")]).world == ()
+    assert [member.worker for member in seen(log).world] == ["w1", "w2"]
+    assert (seen(log).commits, seen(log).step) == (2, 5)
+    assert [m.worker for m in seen([*log, ev.WorkerDraining(at=5, worker="w1", reason="spot")]).world] == ["w2"]
+    assert seen([*log, ev.GenerationEnding(at=5, generation=1, cause="c")]).world == ()
 
 
 # ---- the command

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from elastic_spark.core import events as ev
 from elastic_spark.core.metrics import summarise
 from elastic_spark.errors import ElasticSparkError
+from elastic_spark.tail import Tail
 from elastic_spark.testing.churn import Blow
 from elastic_spark.testing.cluster import StandaloneCluster
 
@@ -58,6 +59,7 @@ def chaos(
     from elastic_spark.api import run
 
     log = Path(options["work_dir"]).absolute() / options["job_name"] / "events.jsonl"
+    told = Tail(log, from_end=True)  # a job that is taken up again has a past, which was not struck
     outcome = Outcome(len(blows))
     with StandaloneCluster(workers=machines) as cluster:
         cluster.session("elastic_spark chaos", **conf)
@@ -69,12 +71,21 @@ def chaos(
             outcome.error = error
         finally:
             churn.end()
-        events = _read(log)
-        outcome.struck, outcome.summary = churn.struck, summarise(events)
-        outcome.promises = {**_promises(events, outcome.summary, churn.victims), **_nothing_left(cluster, events)}
+        events = list(told.read())
+        outcome.struck, outcome.summary = churn.struck, summarise(Tail(log).read())
+        kept = _promises(events, outcome.summary, churn.victims, outcome.error)
+        outcome.promises = {**kept, **_nothing_left(cluster, events)}
         if churn.failure is not None:
             raise churn.failure
     return outcome
+
+
+@dataclass
+class _Victims:
+    """Whom the blows struck: ``workers``, and all those of ``executors``, from when they are gone."""
+
+    workers: set[str] = field(default_factory=set)
+    executors: set[str] = field(default_factory=set)
 
 
 class _Churn(threading.Thread):
@@ -84,10 +95,11 @@ class _Churn(threading.Thread):
         self, cluster: StandaloneCluster, log: Path, blows: Sequence[Blow], say: Callable[[str], None]
     ) -> None:
         super().__init__(name="elastic_spark churn", daemon=True)
-        self._cluster, self._log, self._blows, self._say = cluster, log, blows, say
+        self._cluster, self._blows, self._say = cluster, blows, say
+        self._log, self._seen = Tail(log, from_end=True), _Seen()
         self._over = threading.Event()
         self.struck = 0
-        self.victims: set[str] = set()
+        self.victims = _Victims()
         self.failure: Exception | None = None
 
     def end(self) -> None:
@@ -113,7 +125,9 @@ class _Churn(threading.Thread):
     def _wait(self, commits: int) -> _Seen | None:
         """Until so many commits are made and a world of two runs, or None when the job has ended."""
         while not self._over.wait(LOOK_S):
-            seen = _Seen.of(_read(self._log))
+            seen = self._seen
+            for event in self._log.read():
+                seen.add(event)
             if seen.commits >= commits and len(seen.world) >= 2:
                 return seen
         return None
@@ -131,8 +145,9 @@ class _Churn(threading.Thread):
         try:
             if blow.kind == "kill worker":
                 os.kill(victim.pid, signal.SIGKILL)
-                told = f"kill -9 of the process of {victim.worker}"
-            elif blow.kind == "kill executor":
+                self.victims.workers.add(victim.worker)
+                return f"kill -9 of the process of {victim.worker}"
+            if blow.kind == "kill executor":
                 cluster.kill_executor(executor.id)
                 told = f"kill -9 of executor {executor.id}, which hosts {victim.worker}"
             elif blow.kind == "decommission":
@@ -143,53 +158,49 @@ class _Churn(threading.Thread):
                 told = f"{machine.name}, which hosts {victim.worker}, is gone"
         except (LookupError, ProcessLookupError):
             return None
-        self.victims.add(victim.worker)
+        self.victims.executors.add(victim.executor)
         return told
 
 
-@dataclass(frozen=True)
 class _Seen:
-    """What a log says now: commits made, the newest step, and the members of the world if it runs."""
+    """What a log says so far: commits made, the newest step, and the members of the world if it runs."""
 
-    commits: int
-    step: int
-    world: tuple[ev.WorkerSpawned, ...]
+    def __init__(self) -> None:
+        self.commits = self.step = 0
+        self._spawned: dict[str, ev.WorkerSpawned] = {}
+        self._formed: tuple[str, ...] = ()
+        self._runs = False
 
-    @classmethod
-    def of(cls, events: Sequence[ev.Event]) -> _Seen:
-        commits = step = 0
-        spawned: dict[str, ev.WorkerSpawned] = {}
-        formed: tuple[str, ...] = ()
-        runs = False
-        for event in events:
-            if isinstance(event, ev.StepsCommitted):
-                commits, step = commits + len(event.times), event.first_step + len(event.times) - 1
-            elif isinstance(event, ev.WorkerSpawned):
-                spawned[event.worker] = event
-            elif isinstance(event, ev.GenerationFormed):
-                formed, runs = event.members, False
-            elif isinstance(event, ev.GenerationRunning):
-                runs = True
-            elif isinstance(event, (ev.GenerationEnding, ev.JobFinished)):
-                runs = False
-            elif isinstance(event, (ev.WorkerLost, ev.WorkerDraining, ev.WorkerLeft)):
-                formed = tuple(worker for worker in formed if worker != event.worker)
-        world = tuple(spawned[worker] for worker in formed if worker in spawned)
-        return cls(commits, step, world if runs else ())
+    @property
+    def world(self) -> tuple[ev.WorkerSpawned, ...]:
+        return tuple(self._spawned[name] for name in self._formed if name in self._spawned) if self._runs else ()
 
-
-def _read(log: Path) -> list[ev.Event]:
-    if not log.exists():
-        return []
-    with log.open(encoding="utf-8") as lines:
-        return list(ev.read_log(lines))
+    def add(self, event: ev.Event) -> None:
+        if isinstance(event, ev.StepsCommitted):
+            self.commits += len(event.times)
+            self.step = event.first_step + len(event.times) - 1
+        elif isinstance(event, ev.WorkerSpawned):
+            self._spawned[event.worker] = event
+        elif isinstance(event, ev.GenerationFormed):
+            self._formed, self._runs = event.members, False
+        elif isinstance(event, ev.GenerationRunning):
+            self._runs = True
+        elif isinstance(event, (ev.GenerationEnding, ev.JobFinished)):
+            self._runs = False
+        elif isinstance(event, (ev.WorkerLost, ev.WorkerDraining, ev.WorkerLeft)):
+            self._formed = tuple(name for name in self._formed if name != event.worker)
 
 
-def _promises(events: Sequence[ev.Event], summary: Mapping[str, Any], victims: Set[str]) -> dict[str, bool]:
-    """The guarantees that a log can show, in words, and whether each was kept. ``victims``: the workers struck."""
+def _promises(
+    events: Sequence[ev.Event], summary: Mapping[str, Any], victims: _Victims, error: ElasticSparkError | None = None
+) -> dict[str, bool]:
+    """The guarantees that a log can show, in words, and whether each was kept. ``error``: what the job ended with."""
     once = f"each row once an epoch: {summary['rows_once']:,} once, {summary['rows_twice']:,} twice, "
     once += f"{summary['rows_never']:,} never"
-    out = {f"the job finished: {summary['status']} {summary['error'][:300]}".rstrip(): summary["status"] == "FINISHED"}
+    status, why = summary["status"], summary["error"]
+    if error is not None:  # perhaps before there was a log
+        status, why = type(error).__name__, str(error)
+    out = {f"the job finished: {status} {why[:300]}".rstrip(): status == "FINISHED"}
     if summary["datasets"]:
         out[once] = not summary["rows_twice"] and not summary["rows_never"]
     undone, excused = _undone(events, victims)
@@ -200,21 +211,27 @@ def _promises(events: Sequence[ev.Event], summary: Mapping[str, Any], victims: S
     return out
 
 
-def _undone(events: Sequence[ev.Event], victims: Set[str]) -> tuple[int, int]:
+def _undone(events: Sequence[ev.Event], victims: _Victims) -> tuple[int, int]:
     """Steps that were undone: those that were not to be, and those for which there was no help, as each member of the
     world that had made them was struck: what they held is gone, and the newest checkpoint, if there was time for one,
     is what is left. A newcomer holds nothing before its first commit. A guard goes back on purpose."""
     undone = excused = back = 0
     formed: tuple[str, ...] = ()
     held: set[str] = set()
+    executor_of: dict[str, str] = {}
+    gone = set(victims.workers)
     for event in events:
-        if isinstance(event, ev.StepsRolledBack):
+        if isinstance(event, ev.WorkerSpawned):
+            executor_of[event.worker] = event.executor
+        elif isinstance(event, (ev.WorkerLost, ev.WorkerLeft)) and executor_of.get(event.worker) in victims.executors:
+            gone.add(event.worker)
+        elif isinstance(event, ev.StepsRolledBack):
             back = event.from_step - event.to_step
         elif isinstance(event, ev.StepsCommitted) and event.missing < len(formed):
             held = set(formed)
         elif isinstance(event, ev.GenerationFormed):
             formed = tuple(event.members)
-            if event.cause.startswith("guard:") or held <= victims:
+            if event.cause.startswith("guard:") or held <= gone:
                 excused += back
             else:
                 undone += back

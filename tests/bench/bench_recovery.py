@@ -37,6 +37,7 @@ from typing import Any
 
 import elastic_spark as es
 from elastic_spark.core import events as ev
+from elastic_spark.tail import Tail
 from elastic_spark.testing import StandaloneCluster
 
 STEP_SLEEP_S = 0.02
@@ -77,16 +78,10 @@ class Story:
     """The event log of the running job."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read, self._events = path, 0, list[ev.Event]()
+        self._tail, self._events = Tail(path), list[ev.Event]()
 
     def events(self, *kinds: type[ev.Event]) -> list[Any]:
-        if self._path.exists():
-            with self._path.open("rb") as log:
-                log.seek(self._read)
-                whole = log.read().rpartition(b"\n")[0]
-            if whole:
-                self._read += len(whole) + 1
-                self._events += ev.read_log(whole.decode().splitlines())
+        self._events += self._tail.read()
         return [event for event in self._events if isinstance(event, kinds)]
 
     def world(self) -> tuple[str, ...]:
