@@ -490,6 +490,31 @@ def test_server_killed_and_back_again(server, make, tmp_path):
         assert [(step, status) for step, status, _ in found] == [(50, "READY"), (60, "READY"), (70, "READY")]
 
 
+def test_where_the_disk_is_full_too_records_wait_in_memory(server, make, tmp_path):
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / SPOOL).symlink_to("/dev/full")
+    tracker = make(server.uri)
+    run_id = tracker.start({}, {})
+    server.kill()
+    for step in range(1, 101):
+        tracker.publish(loss(step))
+    wait_until(lambda: any("records wait in memory" in text for text in tracker.said))
+    server.start()
+    tracker.finish("FINISHED", summary={}, artifacts={})
+    assert points(server.uri, run_id, "loss") == [(step, step / 2) for step in range(1, 101)]
+    assert run_of(server.uri, run_id).info.status == "FINISHED"
+
+
+def test_what_neither_mlflow_nor_the_disk_takes_is_said(black_hole, make, tmp_path):
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / SPOOL).symlink_to("/dev/full")
+    tracker = make(black_hole)
+    tracker.start({}, {})
+    tracker.publish(loss(1))
+    tracker.finish("KILLED", summary={}, artifacts={}, timeout_s=3.0)
+    assert any("are lost: there is no room for them" in text for text in tracker.said)
+
+
 def test_a_black_hole_stops_nobody_and_keeps_everything(server, black_hole, make, tmp_path):
     tracker = make(black_hole)
     begin = time.monotonic()

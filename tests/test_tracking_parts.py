@@ -88,6 +88,43 @@ def test_the_spool_is_for_its_owner_alone(tmp_path):
     assert (tmp_path / "deep" / "s.jsonl").stat().st_mode & 0o077 == 0
 
 
+FULL_AT_100_BYTES = """
+import resource, sys
+from elastic_spark.tracking.spool import Spool
+
+spool = Spool(sys.argv[1])
+spool.append([{"n": 1}])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+try:
+    spool.append({"n": n} for n in range(2, 99))
+except OSError as error:
+    print(error.strerror)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+spool.append([{"n": 99}])
+print([record["n"] for record, _ in spool.read(999)])
+"""
+
+
+def test_what_a_full_disk_took_in_part_is_taken_back(tmp_path):
+    command = [sys.executable, "-c", FULL_AT_100_BYTES, str(tmp_path / "s.jsonl")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["File too large", "[1, 99]"]
+    assert len((tmp_path / "s.jsonl").read_bytes().splitlines()) == 2
+
+
+def test_a_full_disk_takes_nothing_and_counts_nothing(tmp_path):
+    (tmp_path / "s.jsonl").symlink_to("/dev/full")
+    spool = Spool(tmp_path / "s.jsonl", limit_bytes=30)
+    with pytest.raises(OSError, match="No space left"):
+        spool.append([metric(n) for n in range(9)])
+    assert (bool(spool), spool.cut) == (False, 0)
+    (tmp_path / "s.jsonl").unlink()
+    spool.append([metric(1), {"kind": "tag"}])
+    (tmp_path / "s.jsonl.sent").symlink_to("/dev/full")
+    spool.delivered(spool.read(1)[0][1])
+    assert [record["kind"] for record, _ in spool.read(9)] == ["tag"]
+
+
 # --- keys and values --------------------------------------------------------------------------------------------------
 
 

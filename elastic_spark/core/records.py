@@ -14,13 +14,15 @@ roll-back or a resume goes to ``replay/<key>``, so the history of ``loss`` has e
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_spark.core import events as ev
 from elastic_spark.core import guard
 from elastic_spark.core.metrics import Pause, PauseMeter, RateMeter
-from elastic_spark.core.verdict import seconds
+from elastic_spark.core.verdict import change_line, epoch_line, headline, seconds, verdict
 
 Record = dict[str, Any]
 #: Tags and texts of a kind that one run gets at most; what comes after is in the log and in the report.
@@ -222,3 +224,33 @@ class Recorder:
 
 def _tag(key: str, value: object) -> Record:
     return {"kind": "tag", "key": key, "value": str(value)}
+
+
+def summary_records(summary: Mapping[str, Any], made_with: Mapping[str, str], step: int, at_ms: int) -> list[Record]:
+    """The verdict, changes and epochs as the run's description, its figures as metrics, and the changes as a table."""
+    lines = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text, _ in verdict(summary))
+    changes = "\n".join(f"* {change_line(change)}" for change in summary["changes"][:40])
+    epochs = "\n".join(f"* {epoch_line(epoch)}" for epoch in summary["epochs"][:40])
+    note = f"| | |\n|---|---|\n{lines}\n" + (f"\n**Changes**\n\n{changes}\n" if changes else "")
+    note += f"\n**Epochs**\n\n{epochs}\n" if epochs else ""
+    made = "\n".join(f"* {name}: `{text}`" for name, text in made_with.items())
+    note += f"\n**Made with**\n\n{made}\n" if made else ""
+    words = {"elastic.verdict": headline(summary), "mlflow.note.content": note}
+    records: list[Record] = [{"kind": "tag", "key": key, "value": text} for key, text in words.items()]
+    names = ("rows_total", "rows_once", "rows_twice", "rows_never", "steps", "steps_lost", "goodput")
+    for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max", "data_wait_fraction"):
+        if summary.get(name) is not None:
+            value = float(summary[name])
+            records.append({"kind": "metric", "key": f"summary/{name}", "value": value, "step": step, "at_ms": at_ms})
+    if summary["changes"]:
+        columns = ("generation", "cause", "at", "from_size", "to_size", "joined", "lost", "left", "pause_s", "rto_s")
+        rows = [[_cell(change.get(name)) for name in columns] for change in summary["changes"]]
+        path = "elastic/changes.json"  # as MLflow's own log_table writes it, and the tag by which its UI finds tables
+        records.append({"kind": "text", "path": path, "text": json.dumps({"columns": columns, "data": rows})})
+        tables = json.dumps([{"path": path, "type": "table"}])
+        records.append({"kind": "tag", "key": "mlflow.loggedArtifacts", "value": tables})
+    return records
+
+
+def _cell(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

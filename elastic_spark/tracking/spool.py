@@ -7,6 +7,7 @@ Flushed to the operating system, not to the platter: a killed process loses noth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -38,18 +39,19 @@ class Spool:
         return self.waiting_bytes > 0
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Puts records behind those that wait."""
-        lines, room = [], self._limit - self.waiting_bytes
+        """Puts records behind those that wait: all that there is room for, or with an OSError none."""
+        lines, room, cut = [], self._limit - self.waiting_bytes, 0
         for record in records:
             line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
             room -= len(line)
             if room < 0 and (record.get("kind") == "metric" or room < -self._limit // 2):
                 room += len(line)
-                self.cut += 1
+                cut += 1
             else:
                 lines.append(line)
         if lines:
             self._write(b"".join(lines))
+        self.cut += cut
 
     def read(self, most: int) -> list[tuple[dict[str, Any], int]]:
         """The first records that wait, in order, each with the mark for `delivered`. Torn lines are passed over."""
@@ -81,12 +83,20 @@ class Spool:
             self._marker.unlink(missing_ok=True)
             self._size = self._sent = 0
         else:
-            self._marker.write_text(str(mark))
+            with contextlib.suppress(OSError):  # the disk is full: a crash now would deliver them once more
+                self._marker.write_text(str(mark))
 
     def _write(self, data: bytes) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(data)
+        with open(descriptor, "ab", buffering=0) as file:
+            left = memoryview(data)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                with contextlib.suppress(OSError):  # else a torn line is left, which is passed over
+                    file.truncate(self._size)
+                raise
         self._size += len(data)
 
 

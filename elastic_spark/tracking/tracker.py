@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_spark.core import events as ev
-from elastic_spark.core.records import Record, Recorder
-from elastic_spark.core.verdict import change_line, epoch_line, headline, verdict
+from elastic_spark.core.records import Record, Recorder, summary_records
 from elastic_spark.errors import ConfigError
 from elastic_spark.tracking import values
 from elastic_spark.tracking.place import active_run, resolve_experiment, resolve_uri
@@ -26,6 +25,8 @@ from elastic_spark.tracking.store import Away, Store
 PERIOD_S, HEARTBEAT_S, LONGEST_BREAK_S = 1.0, 10.0, 10.0
 #: Events that may wait for the thread, and records that go to the store in one turn.
 MOST_EVENTS, MOST_RECORDS = 200_000, 2_000
+#: Where the disk is full: records that may wait in memory, and seconds until it is tried again.
+MOST_HELD, DISK_AGAIN_S = 200_000, 1.0
 SPOOL, META = "tracking.jsonl", "tracking.json"
 
 _log = logging.getLogger("elastic_spark.tracking")
@@ -102,6 +103,7 @@ class Tracker:
         self._away_since: float | None = None
         self._next_try = 0.0
         self._break = 0.5
+        self._disk_at = 0.0
         self._fatal: ConfigError | None = None
         self._ending: _Ending | None = None
         self._left = False
@@ -319,7 +321,18 @@ class Tracker:
         self._away_since, self._break, self._again = None, 0.5, False
 
     def _spool_pending(self) -> None:
-        self._spool.append(self._pending)
+        """To disk; where that is full they wait in memory, metrics as long as there is room."""
+        if time.monotonic() < self._disk_at:
+            return
+        try:
+            self._spool.append(self._pending)
+        except OSError as error:
+            self._disk_at = time.monotonic() + DISK_AGAIN_S
+            self._warn(f"{self._spool.path} cannot be written ({error.strerror}): records wait in memory")
+            if len(self._pending) > MOST_HELD:
+                self._warn("too many records wait in memory: points of metrics are cut from here on")
+                self._pending = [record for record in self._pending if record["kind"] != "metric"]
+            return
         self._pending.clear()
         if self._spool.cut:
             self._warn(f"the spool {self._spool.path} is full: points of metrics are cut from here on")
@@ -334,7 +347,7 @@ class Tracker:
         records: list[Record] = []
         if ending.summary:
             step, at_ms = self._recorder.newest_step, round(ending.at * 1000)
-            records += _summary_records(ending.summary, ending.made_with, step, at_ms)
+            records += summary_records(ending.summary, ending.made_with, step, at_ms)
         if not self._foreign:
             records.append({"kind": "end", "status": ending.status, "at_ms": round(ending.at * 1000)})
         files = [{"kind": "artifact", "path": path, "local": str(local)} for path, local in ending.artifacts.items()]
@@ -345,8 +358,12 @@ class Tracker:
         if self._left or (self._fatal is not None and not self._store.run_id):
             self._pending.clear()
             return
+        self._disk_at = 0.0
         self._spool_pending()
+        if self._pending:
+            self._warn(f"{len(self._pending)} records for MLflow at {self.uri} are lost: there is no room for them")
         if self._spool:
+            self._save_meta()
             cut = f" ({self._spool.cut} points of metrics were cut)" if self._spool.cut else ""
             self._warn(
                 f"MLflow at {self.uri} did not take everything in time: {self._spool.waiting_bytes} bytes of records "
@@ -354,7 +371,10 @@ class Tracker:
             )
 
     def _save_meta(self) -> None:
-        _write_private(self._dir / META, json.dumps(self._store.meta))
+        try:
+            _write_private(self._dir / META, json.dumps(self._store.meta))
+        except OSError as error:  # `replay` will not find the run by its id, but by its token
+            self._warn(f"{self._dir / META} cannot be written ({error.strerror})")
 
     def _warn(self, text: str) -> None:
         if text not in self._said and len(self._said) < 200:
@@ -420,36 +440,6 @@ def _open_spool(folder: Path, run_id: str | None, limit: int, warn: Callable[[st
 def _newest_step(spool: Spool) -> int:
     steps = [int(r["value"]) for r, _ in spool.read(1 << 30) if r.get("kind") == "tag" and r["key"] == "elastic.step"]
     return max(steps, default=0)
-
-
-def _summary_records(summary: Mapping[str, Any], made_with: Mapping[str, str], step: int, at_ms: int) -> list[Record]:
-    """The verdict, changes and epochs as the run's description, its figures as metrics, and the changes as a table."""
-    lines = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text, _ in verdict(summary))
-    changes = "\n".join(f"* {change_line(change)}" for change in summary["changes"][:40])
-    epochs = "\n".join(f"* {epoch_line(epoch)}" for epoch in summary["epochs"][:40])
-    note = f"| | |\n|---|---|\n{lines}\n" + (f"\n**Changes**\n\n{changes}\n" if changes else "")
-    note += f"\n**Epochs**\n\n{epochs}\n" if epochs else ""
-    made = "\n".join(f"* {name}: `{text}`" for name, text in made_with.items())
-    note += f"\n**Made with**\n\n{made}\n" if made else ""
-    words = {"elastic.verdict": headline(summary), "mlflow.note.content": note}
-    records: list[Record] = [{"kind": "tag", "key": key, "value": text} for key, text in words.items()]
-    names = ("rows_total", "rows_once", "rows_twice", "rows_never", "steps", "steps_lost", "goodput")
-    for name in (*names, "pause_s_p50", "pause_s_p95", "pause_s_max", "data_wait_fraction"):
-        if summary.get(name) is not None:
-            value = float(summary[name])
-            records.append({"kind": "metric", "key": f"summary/{name}", "value": value, "step": step, "at_ms": at_ms})
-    if summary["changes"]:
-        columns = ("generation", "cause", "at", "from_size", "to_size", "joined", "lost", "left", "pause_s", "rto_s")
-        rows = [[_cell(change.get(name)) for name in columns] for change in summary["changes"]]
-        path = "elastic/changes.json"  # as MLflow's own log_table writes it, and the tag by which its UI finds tables
-        records.append({"kind": "text", "path": path, "text": json.dumps({"columns": columns, "data": rows})})
-        tables = json.dumps([{"path": path, "type": "table"}])
-        records.append({"kind": "tag", "key": "mlflow.loggedArtifacts", "value": tables})
-    return records
-
-
-def _cell(value: Any) -> Any:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _write_private(path: Path, text: str) -> None:
