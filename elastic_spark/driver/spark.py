@@ -20,6 +20,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,10 @@ from elastic_spark.agent.task import SlotTask
 from elastic_spark.errors import EnvironmentUnfit
 
 POLL_S = 0.5
-#: A slot whose job failed so often in a row without an agent ever having registered will not work on this cluster.
+#: Where the job of every slot failed so often in a row without an agent having registered, none will on this cluster.
 HOPELESS_FAILURES = 4
+#: A slot whose agent did not register is submitted anew after at most so many seconds.
+LONGEST_PAUSE_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +111,7 @@ def capacity(context: SparkContext) -> str:
                 cores += executor.totalCores()
                 busy += executor.activeTasks()
     except Exception as error:  # the context may be stopped
-        return f"Spark does not say how many cores there are ({_first_line(error)})"
+        return f"Spark does not say how many cores there are ({_in_a_line(error)})"
     return f"the application's executors have {cores} cores, {max(0, cores - busy)} free"
 
 
@@ -140,6 +143,7 @@ class _Slot:
     future: Any
     failures: int = 0
     seen: bool = False
+    due: float = 0.0
 
 
 class SparkSlots:
@@ -198,7 +202,7 @@ class SparkSlots:
     def _note(self, slot: int, executor: str) -> None:
         self._executors.add(executor)
         if slot in self._slots:
-            self._slots[slot].seen = True
+            self._slots[slot].seen, self._slots[slot].failures = True, 0
 
     def _set_description(self, text: str) -> None:
         self._description = text
@@ -233,28 +237,33 @@ class SparkSlots:
         if _is_stopped(self._context):
             raise RuntimeError("stopped")
         for slot in self._slots.values():
-            if slot.future.isDone():
-                self._resubmit(slot)
+            if slot.future is not None and slot.future.isDone():
+                self._ended(slot)
+            if slot.future is None and time.monotonic() >= slot.due:
+                slot.future = self._submit(slot.number)
         self._look_for_draining()
 
-    def _resubmit(self, slot: _Slot) -> None:
+    def _ended(self, slot: _Slot) -> None:
+        """It is submitted anew: at once where its agent had come, else later and later, as a machine that cannot host
+        an agent may be the only one that is free. Where no slot gets an agent the job ends."""
         reason = "ended"
         try:
             slot.future.get()
         except Exception as error:  # the job's failure, or its cancellation, wrapped by py4j
-            reason = _first_line(error)
-        slot.failures = 0 if slot.seen else slot.failures + 1
-        if slot.failures >= HOPELESS_FAILURES:
+            reason = _in_a_line(error)
+        slot.failures += not slot.seen
+        if min(other.failures for other in self._slots.values()) >= HOPELESS_FAILURES:
             self._on_fault(
                 "EnvironmentUnfit",
-                f"slot {slot.number} failed {slot.failures} times without its agent ever reaching the driver at "
+                f"every slot failed {HOPELESS_FAILURES} times without its agent ever reaching the driver at "
                 f"{self._launch.address[0]}: can executors import elastic_spark and reach that address? Last: {reason}",
             )
         if _is_cancelled(reason):
             self._on_fault("JobCancelled", f"the Spark job group was cancelled: {reason}")
         self._on_ended(slot.number, reason)
-        slot.seen = False
-        slot.future = self._submit(slot.number)
+        slot.seen, slot.future = False, None
+        if slot.failures:
+            slot.due = time.monotonic() + _pause_s(slot.failures)
 
     def _look_for_draining(self) -> None:
         backend = self._context._jsc.sc().schedulerBackend()
@@ -284,7 +293,7 @@ class SparkSlots:
             backend = self._context._jsc.sc().schedulerBackend()
             backend.decommissionExecutor(executor, told, False, False)
         except Exception as error:  # a backend without executors, or another Spark
-            _log.warning("executor %s cannot be decommissioned: %s", executor, _first_line(error))
+            _log.warning("executor %s cannot be decommissioned: %s", executor, _in_a_line(error))
         self._draining.add(executor)
 
     def _alive(self) -> set[str]:
@@ -296,6 +305,11 @@ class SparkSlots:
             self._context.cancelJobGroup(self._group)
         except Exception as error:  # the context is stopped: nothing runs any more
             _log.debug("cancelling: %s", error)
+
+
+def _pause_s(failures: int) -> float:
+    """Before a slot is submitted again whose agent did not come so many times in a row."""
+    return min(LONGEST_PAUSE_S, POLL_S * 2.0 ** min(failures - 1, 20))
 
 
 def _is_stopped(context: SparkContext) -> bool:
@@ -310,11 +324,12 @@ def _is_cancelled(reason: str) -> bool:
     return "cancelled" in reason.lower() or "SPARK_JOB_CANCELLED" in reason
 
 
-def _first_line(error: BaseException) -> str:
-    """What went wrong, in one line: of a Java exception, its innermost cause's words."""
+def _in_a_line(error: BaseException) -> str:
+    """What went wrong, in one line: of a Java exception, its innermost cause's words, and of Python's traceback in it
+    the error itself."""
     java = getattr(error, "java_exception", None)
     while java is not None and java.getCause() is not None:
         java = java.getCause()
     text = str(java.getMessage() if java is not None else error) or type(error).__name__
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("SQLSTATE")]
     return " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)[:2000]
