@@ -22,6 +22,7 @@ from elastic_spark.core.lanes import LanePlan, assign_lanes, choose_lanes
 from elastic_spark.core.manifest import Column, Manifest, RowGroup, SourceFile
 from elastic_spark.errors import DataError
 from elastic_spark.worker import rows as rows_module
+from elastic_spark.worker import stalls
 from elastic_spark.worker.data import SPARE_ROWS, Batch, LaneReader
 from elastic_spark.worker.rows import RowStore, record_type
 
@@ -331,6 +332,34 @@ def test_a_read_that_fails_once_is_tried_again(tmp_path, monkeypatch):
     for batch in reader.batches(0):
         check(batch)
     assert tried.is_set()
+    reader.close()
+
+
+def test_a_read_that_never_returns_is_told(tmp_path, monkeypatch):
+    """Storage that hangs, as a pipe does that nobody writes to."""
+    monkeypatch.setattr(rows_module, "RETRY_WAITS_S", ())
+    manifest = make(tmp_path, [[10]])
+    path = manifest.row_groups[0].path
+    os.unlink(path)
+    os.mkfifo(path)
+    reader = LaneReader(manifest, plan_of(manifest, 1, 5), [0], 1)
+
+    def consume():
+        with contextlib.suppress(DataError):
+            list(reader.batches(0))
+
+    assert stalls.stalled() == ("", 0.0)
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    deadline = time.monotonic() + 20
+    while stalls.stalled()[1] < 0.3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stalls.stalled()[0] == "the data"
+    stalls.moved()
+    assert stalls.stalled()[1] < 0.3
+    open(path, "wb").close()
+    consumer.join(20)
+    assert stalls.stalled() == ("", 0.0)
     reader.close()
 
 

@@ -98,7 +98,7 @@ def worker_news(worker: str, message: Message) -> core.Input | None:
     """What a worker's message is to the core, where it is only news."""
     match message["type"]:
         case "heartbeat":
-            return core.Heard(worker, message["where"], message["waits"])
+            return core.Heard(worker, message["where"], message["waits"], message["stalled"])
         case "ready":
             return core.Ready(worker, message["step"], message["generation"])
         case "asked":

@@ -28,6 +28,7 @@ from elastic_spark.core.lanes import LanePlan, LaneShare
 from elastic_spark.core.manifest import Manifest
 from elastic_spark.core.order import Int64s, row_hash
 from elastic_spark.errors import DataError
+from elastic_spark.worker import stalls
 from elastic_spark.worker.rows import RowStore, record_type
 
 #: Bytes and rows gathered at a time: enough to make the cost of a call small. Temporary arrays of so many numbers of
@@ -247,7 +248,8 @@ class LaneReader:
         groups = share.row_groups().tolist()
         self._store.make_room(groups)
         for loading in [threads.submit(self._store.load, group) for group in self._store.missing(groups)]:
-            loading.result()
+            with stalls.waiting_for("the data"):
+                loading.result()
         if self._store.shared and not self._fillers and not self._store.stopped:
             filler = threading.Thread(target=self._store.fill, name="elastic-spark-fill", daemon=True)
             self._fillers.append(filler)
@@ -270,7 +272,9 @@ class LaneReader:
             if not blocks:
                 return
             part, block = blocks.popleft()
-            yield part, block.result()
+            with stalls.waiting_for("the data"):
+                made = block.result()
+            yield part, made
 
     def _gather(self, memory: _Memory, share: LaneShare, steps: range) -> Block:
         """The rows of some steps."""

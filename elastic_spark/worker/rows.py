@@ -45,6 +45,7 @@ from elastic_spark.core.manifest import ITEM_BYTES, Column, Manifest
 from elastic_spark.core.order import derive_key
 from elastic_spark.errors import DataError
 from elastic_spark.parquet import READ_ERRORS, read_records
+from elastic_spark.worker import stalls
 
 #: How often a row group is tried, and how long to wait before each further try, in seconds.
 RETRY_WAITS_S = (0.1, 1.0)
@@ -199,6 +200,7 @@ class RowStore:
         source, handle = self._manifest.row_groups[group], self._handle
         at, rows = int(self._starts[group]), 0
         for part in read_records(source.path, source.index, self._manifest.columns, self.dtype):
+            stalls.moved()
             if self._closing.is_set():
                 return
             if rows + len(part) <= source.rows:

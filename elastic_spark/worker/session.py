@@ -21,7 +21,7 @@ from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
 from elastic_spark.errors import CheckpointInvalid, ProtocolError, StorageFailed
 from elastic_spark.transport import Channel, Message
-from elastic_spark.worker import collective
+from elastic_spark.worker import collective, stalls
 from elastic_spark.worker.collective import Assignment, Leave
 from elastic_spark.worker.commits import Commit
 from elastic_spark.worker.memory import Snapshot, SnapshotMemory, read_newest
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.5
 REPORT_S = 0.1
+#: So many reports that the driver has not taken down: it stands still, and must not be sent more than the kernel holds
+#: for it, or the connection counts as dead.
+MOST_UNREAD = 200
 #: Storage may be away for so many seconds while a checkpoint is loaded; the other ranks wait in a collective.
 LOAD_RETRY_S = 30.0
 
@@ -84,10 +87,13 @@ class WorkerSession:
         try:
             while True:
                 now = time.monotonic()
-                if now - heard_at >= HEARTBEAT_S:
+                is_read = len(self._unconfirmed) < MOST_UNREAD
+                if is_read and now - heard_at >= HEARTBEAT_S:
                     heard_at = now
-                    self._channel.send({"type": "heartbeat", "where": self.where(), "waits": collective.waits_s()})
-                self._flush()
+                    told = {"where": self.where(), "waits": collective.waits_s(), "stalled": stalls.stalled()[1]}
+                    self._channel.send({"type": "heartbeat", **told})
+                if is_read:
+                    self._flush()
                 frame = self._channel.receive(REPORT_S)
                 if frame is not None:
                     self._obey(frame[0])
@@ -119,6 +125,9 @@ class WorkerSession:
             return "in Horovod's init"
         if (waits_s := collective.waits_s()) > 1.0:
             return f"in a collective for {waits_s:.0f} s"
+        what, stalled_s = stalls.stalled()
+        if stalled_s > 1.0:
+            return f"nothing has come of {what} for {stalled_s:.0f} s"
         step = f", step {self._state.step}" if self._state is not None else ""
         return self._where + step
 
@@ -249,7 +258,8 @@ class WorkerSession:
         deadline = time.monotonic() + LOAD_RETRY_S
         while True:
             try:
-                tensors, meta = store.load(store.open(uri))
+                with stalls.waiting_for("the checkpoint"):
+                    tensors, meta = store.load(store.open(uri))
                 return meta["state"], tensors, meta
             except CheckpointInvalid as error:
                 raise CannotLoad(str(error)) from error

@@ -298,6 +298,18 @@ def test_where_the_newest_step_is_found_others_are_waited_for_no_longer_than_usu
     one(run.wait(1.1, "*"), core.Form, members=("w4", "w2"), found=9)
 
 
+def test_after_steps_were_undone_the_newest_step_is_the_one_that_is_held_now() -> None:
+    run = Script(num_proc=2, settle_s=1.0).running()
+    run(core.Tick(9), core.TICK_S)
+    run(core.Tick(3), core.TICK_S)  # after a roll-back
+    run.agent(2)
+    run.agent(3)
+    run.ready("w2", "w3")
+    all_processes_die(run)
+    assert of(run(core.Ready("w4", 3, 1)), core.Form) == []
+    one(run.wait(1.1, "*"), core.Form, members=("w4", "w2"), found=3)
+
+
 def test_the_wait_for_memory_begins_with_the_last_loss_and_ends_with_elastic_timeout() -> None:
     """The only holder is lost long after its world began to end."""
     run = Script(num_proc=2, max_num_proc=2, elastic_timeout=5.0, settle_s=0.1).running()
@@ -760,6 +772,35 @@ def test_a_survivor_that_never_asks_is_lost_after_elastic_timeout_and_watched_un
     lost = one(effects, ev.WorkerLost, worker="w2", cause="did not reset")
     assert "in the training function" in lost.detail
     one(effects, core.Form, members=("w1",), lost=("w0", "w2"))
+
+
+def test_who_waits_for_storage_that_never_answers_is_told_and_lost_after_elastic_timeout() -> None:
+    """Its heart beats, and it is in no collective: without this its peers would wait for it for ever."""
+    run = Script(num_proc=2, elastic_timeout=100.0).running()
+    effects = []
+    for second in range(1, 102):
+        run(core.Heard("w0", "in a collective", 1.0 * second, 0.0))
+        run(core.Heard("w1"))  # by its agent, which knows nothing of it
+        run(core.Heard("w1", f"nothing has come of the data for {second} s", 0.0, 1.0 * second))
+        effects += run.wait(1.0)
+    warned = of(effects, ev.Warned)
+    assert len(warned) == 3, "less and less often"
+    assert warned[0].message == "w1: nothing has come of the data for 20 s"
+    one(effects, ev.WorkerLost, worker="w1", cause="storage stalled", detail="nothing has come of the data for 101 s")
+    assert run.ended is None
+
+
+def test_storage_that_answers_nobody_ends_the_job_as_what_it_is() -> None:
+    run = Script(num_proc=1, max_num_proc=1, elastic_timeout=30.0, spawn_limit=100).running()
+    for _ in range(7):
+        run(core.Heard(run.job.members[0], "nothing has come of the data for 31 s", 0.0, 31.0))
+        run.wait(0.2, "*")
+        run.ready(*[name for name, stage in run.stages().items() if stage == "warming"])
+        run.wait(40.0, "*")
+        if run.ended is None:
+            run.initialise()
+    assert run.ended.kind == "StorageFailed"
+    assert "storage stalled" in run.ended.error
 
 
 def test_while_all_are_gone_the_watch_says_what_is_waited_for() -> None:

@@ -72,15 +72,18 @@ def _on_worker_up(turn: Turn, happened: i.WorkerUp) -> None:
 
 
 def _on_heard(turn: Turn, happened: i.Heard) -> None:
-    _hear(turn, happened.worker, happened.where, happened.waits)
+    worker = _hear(turn, happened.worker)
+    if worker is not None:
+        waits = worker.waits if happened.waits is None else happened.waits
+        stalled = worker.stalled if happened.stalled is None else happened.stalled
+        turn.put(replace(worker, where=happened.where or worker.where, waits=waits, stalled=stalled))
 
 
-def _hear(turn: Turn, name: str, where: str = "", waits: float | None = None) -> Worker | None:
+def _hear(turn: Turn, name: str) -> Worker | None:
     """The worker, heard just now; None where it is gone."""
     worker = turn.job.workers.get(name)
     if worker is not None:
-        waits = worker.waits if waits is None else waits
-        worker = replace(worker, heard=turn.clock, where=where or worker.where, waits=waits)
+        worker = replace(worker, heard=turn.clock)
         turn.put(worker)
     return worker
 
@@ -206,8 +209,10 @@ def _on_reading(turn: Turn, happened: i.Reading) -> None:
 
 def _on_tick(turn: Turn, happened: i.Tick) -> None:
     turn.set(ticked=turn.now)
-    if happened.committed > turn.job.best:
-        turn.set(best=happened.committed, idle_resets=0, unformed=0, barren_resets=0)
+    if happened.committed is not None:
+        turn.set(committed=happened.committed)
+    if turn.job.committed > turn.job.best:
+        turn.set(best=turn.job.committed, idle_resets=0, unformed=0, barren_resets=0)
     judge(turn)
 
 

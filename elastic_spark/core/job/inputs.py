@@ -38,6 +38,8 @@ class WorkerUp(Input):
 
 #: `WorkerDown.cause` of a rank 0 that could not load the checkpoint that its world was to start from.
 UNREADABLE = "checkpoint unreadable"
+#: Cause of the loss of a worker that waits for storage, of which nothing comes.
+STALLED = "storage stalled"
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ class Ready(Input):
 @dataclass(frozen=True)
 class Heard(Input):
     """A sign of life. ``where`` says what the worker is doing, for the watchdog; ``waits``: seconds since it has been
-    waiting in the collective that it waits in now; None where that is not told."""
+    waiting in the collective that it waits in now; ``stalled``: seconds since anything came of what it waits for
+    elsewhere, as data; None where that is not told."""
 
     worker: str
     where: str = ""
     waits: float | None = None
+    stalled: float | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,6 @@ class Fault(Input):
 
 @dataclass(frozen=True)
 class Tick(Input):
-    """Time has passed. ``committed``: the newest committed step."""
+    """Time has passed. ``committed``: the newest committed step; None: as it was."""
 
-    committed: int = 0
+    committed: int | None = None

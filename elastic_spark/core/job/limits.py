@@ -9,11 +9,14 @@ while others may still need it in their last collectives; its value stays.
 from __future__ import annotations
 
 from elastic_spark.core import events as ev
+from elastic_spark.core.job.inputs import STALLED
 from elastic_spark.core.job.state import Agent, Stage
 from elastic_spark.core.job.turn import Turn
 
 #: The start is watched from then on: imports and the first Spark tasks take their time.
 START_WATCH_S = 20.0
+#: A read of storage is told from then on.
+STALL_WATCH_S = 20.0
 
 
 def judge(turn: Turn) -> None:
@@ -68,6 +71,9 @@ def _judge_stages(turn: Turn) -> None:
             turn.lose(worker, "did not reset", f"in Horovod's init for {age:.0f} s")
         elif worker.stage is Stage.RUNNING and turn.job.ending is not None and late > options.elastic_timeout:
             turn.lose(worker, "did not reset", f"did not ask for {late:.0f} s: {worker.where}")
+        elif worker.stage is Stage.RUNNING and worker.stalled > options.elastic_timeout:
+            turn.lose(worker, STALLED, worker.where)
+            turn.set(perished=(*turn.job.perished, worker.id))  # storage may be away for those who follow, too
 
 
 def _judge_finish(turn: Turn) -> None:
@@ -98,16 +104,25 @@ def _spawn_due(turn: Turn) -> None:
 
 
 def _watch(turn: Turn) -> None:
-    """Say who waits for whom when the start or a change takes long, less and less often."""
+    """Say who waits for whom when the start or a change takes long, or storage does, less and less often."""
     job, options = turn.job, turn.job.options
     if job.generation > 0 and job.ending is None:
+        stalled = max(job.live_members(), key=lambda worker: worker.stalled, default=None)
+        if stalled is not None and _is_due(turn, turn.clock - stalled.stalled, STALL_WATCH_S):
+            turn.warn(f"generation {job.generation}", f"{stalled.id}: {stalled.where}")
         return
     since, first = (job.ending_since, options.watch_after_s) if job.generation else (job.started, START_WATCH_S)
-    waited = turn.clock - since
-    if waited >= max(first, 2 * (job.watched - since)):
-        turn.set(watched=turn.clock)
-        who = f"{_who_waits(turn)} for {waited:.0f} s"
+    if _is_due(turn, since, first):
+        who = f"{_who_waits(turn)} for {turn.clock - since:.0f} s"
         turn.warn(f"generation {job.generation}", f"{who} ({job.ending})" if job.ending else who)
+
+
+def _is_due(turn: Turn, since: float, first_s: float) -> bool:
+    """Whether what lasts ``since`` then is to be said: after ``first_s``, and whenever it has doubled."""
+    due = turn.clock - since >= max(first_s, 2 * (turn.job.watched - since))
+    if due:
+        turn.set(watched=turn.clock)
+    return due
 
 
 def _who_waits(turn: Turn) -> str:

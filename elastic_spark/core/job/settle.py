@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_spark.core.job.effects import BreakGeneration, Form, Notify, SaveNow
-from elastic_spark.core.job.inputs import ASKED_ON_PURPOSE, UNREADABLE
+from elastic_spark.core.job.inputs import ASKED_ON_PURPOSE, STALLED, UNREADABLE
 from elastic_spark.core.job.state import Ended, Job, Stage, Worker
 from elastic_spark.core.job.turn import Turn
 from elastic_spark.core.job.world import Plan, next_world
@@ -173,7 +173,7 @@ def _awaits_memory(turn: Turn) -> bool:
     """Whether somebody is about to come who may find what its predecessor, a member of a world, has left. There is
     nothing where the function tells no step."""
     job, options = turn.job, turn.job.options
-    newest = max(job.formed_step, job.best)
+    newest = max(job.formed_step, job.committed)
     is_found = any(job.found(worker) >= newest for worker in job.workers.values())
     limit_s = options.settle_s if is_found else min(options.memory_s, options.elastic_timeout)
     if newest < 1 or job.suspect_from is not None or turn.clock - job.bereft_since >= limit_s:
@@ -282,7 +282,7 @@ def _may_reset(turn: Turn, held: int) -> bool:
             f"workers died in {job.barren_resets} worlds in a row without a step after {max(job.best, held)}"
             f"; last: {job.ending}. The last one said:\n{job.last_words}"
         )
-        unread = (job.ending or "").endswith(UNREADABLE)
+        unread = (job.ending or "").endswith((UNREADABLE, STALLED))
         turn.end(Ended("FAILED", message, "StorageFailed" if unread else "UserCodeFailed"))
     elif job.idle_resets >= IDLE_LIMIT:
         message = (

@@ -93,7 +93,8 @@ class Agent:
 class Worker:
     """``step``: the newest committed step it holds; ``heard``: when last heard; ``since``: start of the stage.
 
-    ``waits``: seconds since it has been in the collective that it is in now, as last heard.
+    ``waits``: seconds since it has been in the collective that it is in now, as last heard. ``stalled``: since anything
+    came of what it waits for elsewhere.
 
     ``found``: the step that its dead predecessor left in memory, of generation ``found_in``; -1 where nothing was left.
     """
@@ -110,6 +111,7 @@ class Worker:
     found: int = -1
     found_in: int = 0
     waits: float = 0.0
+    stalled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Job:
     resets: generations formed because of a loss. idle_resets: in a row, of worlds that ran, without a loss, a
         plan or a new step. unformed: worlds in a row that did not even form, without a loss, since ``unformed_since``.
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started. best:
-        the newest step that ever was committed.
+        the newest step that ever was committed. committed: the newest one now.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
         memory (-1: none). What was left in memory before, beyond that step, is another story.
@@ -192,6 +194,7 @@ class Job:
     barren_resets: int = 0
     formed_step: int = -1
     best: int = 0
+    committed: int = 0
     restored: int = 0
     restored_step: int = -1
     failures: tuple[Failure, ...] = ()
