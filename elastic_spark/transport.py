@@ -45,8 +45,9 @@ MAX_BLOB = 2 << 30
 HANDSHAKE_LIMIT_S = 20.0
 #: Connections that have ended get so long to send their last words before they are cut off.
 FLUSH_LIMIT_S = 1.0
-#: A connection whose data is not acknowledged for so long is dead (the kernel closes it).
-UNACKNOWLEDGED_LIMIT_MS = 30_000
+#: A connection whose data is not acknowledged for so long is dead (the kernel closes it). As long as Spark waits for a
+#: driver that stands still.
+UNACKNOWLEDGED_LIMIT_MS = 120_000
 
 _LENGTHS = struct.Struct(">II")
 _MAC_SIZE = 32
@@ -296,7 +297,7 @@ class Channel:
         """Send one message.
 
         Raises:
-            ProtocolError: the message is over the limit; or the connection has ended, or took nothing for 30 s.
+            ProtocolError: the message is over the limit; or the connection has ended, or took nothing for two minutes.
         """
         with self._sending:
             if self._torn is not None:
