@@ -19,7 +19,7 @@ before is undone, and equal shares stay for `LONGEST_REST_S`, or until the worke
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
@@ -88,8 +88,9 @@ class Pace:
         if self._asked or not measured or now - self._began < SETTLE_S or now - self._looked < LOOK_S:
             return None
         self._looked = now
-        if self._before_s is not None:
-            gain, self._before_s = 1 - self._before_s / self._step_s(), None
+        step_s = self._step_s()
+        if self._before_s is not None and step_s > 0:
+            gain, self._before_s = 1 - self._before_s / step_s, None
             if gain < 0:
                 return None
             self._even_until = now + LONGEST_REST_S
@@ -116,9 +117,8 @@ class Pace:
         return (max(own_s.values()) - max(own_s_then)) / step_s if step_s > 0 else 0.0
 
     def _step_s(self) -> float:
-        """Seconds from one commit to the next: the median for the worker for which it is longest."""
-        commits = ([item.at for item in recent] for recent in self._recent.values())
-        return max(median(b - a for a, b in itertools.pairwise(times)) for times in commits)
+        """Seconds from one step to the next: the median for the worker for which it is longest."""
+        return max(median(_gaps(recent)) for recent in self._recent.values())
 
     def _measured(self) -> dict[str, float]:
         """Rows per second of each worker: measured in this generation, else in an earlier one."""
@@ -128,3 +128,9 @@ class Pace:
             if len(recent) >= ENOUGH
         }
         return {**self._speeds, **fresh}
+
+
+def _gaps(recent: Iterable[Report]) -> list[float]:
+    """Seconds from each commit to the next, by the steps of that one; 0 where there is but one commit."""
+    steps = Counter(item.at for item in recent)
+    return [(b - a) / steps[b] for a, b in itertools.pairwise(steps)] or [0.0]

@@ -24,6 +24,7 @@ class Job:
         self.row_s, self.fixed_s, self.noise, self.rng = row_s, fixed_s, noise, random.Random(0)
         self.lanes = lanes
         self.held_up_s: float | None = None  # a step takes this long, whatever the workers' own times
+        self.a_commit, self.unsaid = 1, []  # so many steps are committed together, as where gradients are accumulated
         self.pace = Pace({"train": lanes})
         self.owned: dict[str, tuple[int, ...]] = {}
         self.now, self.generation, self.step, self.asked = 0.0, 0, 0, []
@@ -47,9 +48,13 @@ class Job:
         }
         took = (max(own.values()) if self.held_up_s is None else self.held_up_s) + 1e-4
         self.now, self.step = self.now + took, self.step + 1
-        for worker, seconds in own.items():
-            report = Report(self.step, self.now, self.rows(worker), {"train": (0, self.step)}, own_s=seconds)
-            self.pace.report(worker, self.generation, [report])
+        self.unsaid.append((self.generation, self.step, own))
+        if self.step % self.a_commit == 0:
+            for generation, step, spent in self.unsaid:
+                for worker, seconds in spent.items():
+                    report = Report(step, self.now, self.rows(worker), {"train": (0, step)}, own_s=seconds)
+                    self.pace.report(worker, generation, [report])
+            self.unsaid = []
         return took
 
     def run(self, seconds: float) -> None:
@@ -71,8 +76,10 @@ def even(row_s: float = 1e-3, size: int = 4) -> dict[str, float]:
     return {f"w{i}": row_s for i in range(size)}
 
 
-def test_one_of_four_twice_as_slow_owns_half_a_share_after_one_change() -> None:
+@pytest.mark.parametrize("a_commit", [1, 4])
+def test_one_of_four_twice_as_slow_owns_half_a_share_after_one_change(a_commit) -> None:
     job = Job(even() | {"w2": 2e-3})
+    job.a_commit = a_commit
     assert job.share_of_ideal() == pytest.approx(4 / 7)
     job.run(SETTLE_S - 0.5)
     assert job.asked == []
@@ -167,6 +174,15 @@ def test_a_change_that_made_no_step_shorter_is_undone_and_not_tried_again_for_lo
     assert len(job.owned["w2"]) == 9
     job.run(LONGEST_REST_S)
     assert len(job.asked) == 3, "this time it helped"
+
+
+def test_a_trial_of_which_one_long_commit_is_known_is_not_judged() -> None:
+    job = Job(even() | {"w2": 2e-3})
+    job.run(SETTLE_S + 1.0)
+    assert len(job.asked) == 1
+    job.a_commit = 2 * WINDOW
+    job.run(REST_S)
+    assert len(job.asked) == 1
 
 
 def test_equal_shares_after_a_trial_last_until_the_workers_are_others() -> None:
