@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,34 @@ def start_from(stored: Stored, found: int, limit_s: float = 0.3) -> tuple[Any, l
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.05)
+
+
+@pytest.mark.parametrize("fails", [0, 2, 10_000])
+def test_a_port_that_cannot_be_opened_now_is_tried_again_and_not_for_ever(
+    fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        tried = 0
+
+        async def open(self, generation: int, members: Any) -> None:
+            self.tried += 1
+            if self.tried <= fails:
+                raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(module, "OPEN_S", 0.3)
+    monkeypatch.setattr(module, "OPEN_AGAIN_S", 0.01)
+    job, told = SimpleNamespace(generation=2, ended=None), []
+
+    def turn(happened: core.Input) -> None:
+        told.append(happened)
+        job.ended = happened
+
+    worlds: Any = object.__new__(Worlds)
+    worlds._rendezvous, worlds._job, worlds._turn, worlds._now = Full(), lambda: job, turn, time.monotonic
+    form = core.Form(2, ("w2",), (), (), (), "lost", -1, True)
+    assert asyncio.run(worlds._open(form)) is (fails < 10_000)
+    assert [happened.kind for happened in told] == ["EnvironmentUnfit"] * (fails == 10_000)
+    assert all("Too many open files" in happened.error for happened in told)
 
 
 def test_what_is_in_memory_and_as_new_as_any_checkpoint_waits_for_no_storage() -> None:

@@ -277,7 +277,7 @@ class Rendezvous:
     """The rendezvous servers of a job, one for each open generation, all on ``host`` (an IPv4 address or its name)."""
 
     def __init__(self, host: str) -> None:
-        self._host = host
+        self._host, self._address = host, ""
         self._generations: dict[int, _Generation] = {}
         self._pokes: set[asyncio.Task[None]] = set()
 
@@ -292,7 +292,9 @@ class Rendezvous:
             raise ValueError(f"members of generation {generation} must be distinct and at least one: {list(members)}")
         if generation in self._generations:
             raise ValueError(f"generation {generation} is open already")
-        opened = _Generation(generation, members, socket.create_server((self._host, 0), backlog=_BACKLOG))
+        if not self._address:  # once: a name server may be slow, or away, when the next world is to meet
+            self._address = socket.gethostbyname(self._host)
+        opened = _Generation(generation, members, socket.create_server((self._address, 0), backlog=_BACKLOG))
         self._generations[generation] = opened
         opened.listen()
         return opened.port

@@ -22,6 +22,8 @@ MEET_S = 3.0
 READ_AGAIN_S = 1.0
 #: A checkpoint that is newer than what is in memory may take so long to be read, or its storage be away.
 NEWER_S = 10.0
+#: The driver tries for so long to open a port for a world, so many seconds apart.
+OPEN_S, OPEN_AGAIN_S = 20.0, 0.5
 #: The ports of so many worlds before stay open: some member may not have heard yet that its own is over.
 OPEN_WORLDS = 3
 
@@ -85,7 +87,8 @@ class Worlds:
             step, restored = self._ledger.committed, None
         elif effect.restore:
             self._durable_at = self._now()
-        await self._rendezvous.open(effect.generation, effect.members)
+        if not await self._open(effect):
+            return
         self._opened_at = (effect.generation, self._now())
         environments = self._rendezvous.environment(effect.generation)
         lanes = self._lanes.begin(effect.generation, effect.members, self._now())
@@ -115,6 +118,21 @@ class Worlds:
         if self._job().broken and self._job().generation == effect.generation:
             self.break_up(effect.generation, effect.members)  # broken before it was open
         self._formed(effect)
+
+    async def _open(self, effect: core.Form) -> bool:
+        """Whether the members can meet now. The driver may be out of descriptors, or its name server away, for a
+        moment."""
+        deadline = self._now() + OPEN_S
+        while not self._is_over(effect.generation):
+            try:
+                await self._rendezvous.open(effect.generation, effect.members)
+                return True
+            except OSError as error:
+                if self._now() >= deadline:
+                    message = f"the workers cannot meet, as the driver can open no port: {error}"
+                    self._turn(core.Fault("EnvironmentUnfit", message))
+            await asyncio.sleep(OPEN_AGAIN_S)
+        return False
 
     def break_up(self, generation: int, workers: Sequence[str]) -> None:
         """Nobody waits in it any longer, neither in its rendezvous nor in a collective."""
