@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -527,3 +530,28 @@ def test_a_worker_that_waits_for_others_reads_ahead(template: Template, tmp_path
         job.add_agents(1)
         job.done()
     assert job.summary()["rows_once"] == ROWS * EPOCHS
+
+
+def test_a_member_list_that_cannot_be_written_is_told_once_and_written_when_it_can_be(
+    template: Template, data: Manifest, tmp_path: Path
+) -> None:
+    def idle(ctx: Any, go: str) -> int:
+        while not os.path.exists(go):
+            time.sleep(0.01)
+        return ctx.rank
+
+    listed, go = tmp_path / "taken" / "members.json", str(tmp_path / "go")
+    listed.parent.touch()
+    with BareJob(template, tmp_path / "job", functools.partial(idle, go=go), {"train": data}, num_proc=1) as job:
+        job.controller._members_path = listed
+        job.until(lambda: job.events(ev.GenerationRunning))
+        job.until(lambda: any("member list" in event.message for event in job.events(ev.Warned)))
+        listed.parent.unlink()  # nothing happens in the job from here on
+        deadline = time.monotonic() + 20.0
+        while not listed.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert [member["host"] for member in json.loads(listed.read_text())["members"]] == ["host0"]
+        Path(go).touch()
+        assert job.done() == [0]
+        assert len([event for event in job.events(ev.Warned) if "member list" in event.message]) == 1

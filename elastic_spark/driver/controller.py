@@ -38,6 +38,8 @@ from elastic_spark.transport import Address, Connection, Message, Server
 #: How long a lost connection waits for the agent's word on how the process ended.
 EXIT_GRACE_S = 0.3
 FAREWELL_S = 3.0
+#: A member list that could not be written is tried again so many seconds later.
+PUBLISH_AGAIN_S = 1.0
 #: At the end commits that are under way, and then the deletion of old checkpoints, may take so long.
 STORAGE_S = 30.0
 _log = logging.getLogger(__name__)
@@ -85,7 +87,8 @@ class Controller:
         require_ours: Callable[[], None] = lambda: None,
     ) -> None:
         self._journal = journal
-        self._members_path, self._published = members_path, 0
+        self._members_path, self._publish_at = members_path, 0.0
+        self._published: int | None = 0  # None: what is there is out of date
         self._worker_output, self._on_generation = worker_output, on_generation
         self._on_agent, self._on_notice = on_agent, on_notice
         self._read, self._values = read, list[Any]()
@@ -220,7 +223,7 @@ class Controller:
         self._job, effects = core.step(self._job, happened, self._now())
         for effect in effects:
             _DO[type(effect)](self, effect)
-        if effects:
+        if effects or self._published is None:
             self._publish_members()
 
     def _consider_speed(self) -> None:
@@ -251,17 +254,14 @@ class Controller:
             if worker.stage is not core.Stage.WARMING and not self._is_draining(worker)
         ]
         version = hash(tuple(sorted(member.id for member in listed)))
-        if version != self._published and not self._journal.left and self._publish(listed):
-            self._published = version
-
-    def _publish(self, listed: Sequence[discovery.Member]) -> bool:
-        """Whether the member list could be written; it is tried again at the next turn. Nothing hangs on it here."""
+        if version == self._published or self._journal.left or self._now() < self._publish_at:
+            return
         try:
             discovery.publish(self._members_path, listed, self._job.generation)
-        except OSError as error:
-            self._warn(f"the member list cannot be written: {error}", "driver")
-            return False
-        return True
+            self._published = version
+        except OSError as error:  # nothing hangs on it here
+            self._published, self._publish_at = None, self._now() + PUBLISH_AGAIN_S
+            self._warn(f"the member list cannot be written: {error.strerror}", "driver")
 
     def _warn(self, message: str, where: str) -> None:
         """Once."""
@@ -457,7 +457,8 @@ class Controller:
         while (self._peers.agents or self._peers.workers) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if not self._journal.left:
-            self._publish([])
+            with contextlib.suppress(OSError):
+                discovery.publish(self._members_path, [], self._job.generation)
 
 
 def _minor(version: str) -> str:

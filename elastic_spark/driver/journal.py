@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elastic_spark.core.events import Event, Warned, to_json
+from elastic_spark.core.events import Event, JobFinished, Warned, to_json
 from elastic_spark.torn import is_torn
 
 #: A process whose loop has not run for so many seconds may have been stopped, and may have lost its job meanwhile.
@@ -35,6 +35,7 @@ class Journal:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the job
         self._unwritten = bytearray(b"\n" if torn else b"")
         self._trouble: OSError | None = None
+        self._said = False
         self._readers = list(readers)
         self._stood_still = stood_still
         self._beat_at = (time.monotonic(), time.time())
@@ -55,13 +56,13 @@ class Journal:
         self.beat()
         if not self.left:
             self._unwritten += to_json(event).encode() + b"\n"
-            before = self._trouble
             self._write()
-            if self._trouble is not None and before is None:
-                message = f"{self.path} cannot be written ({self._trouble}): facts wait in memory until it can be"
-                self.append(Warned(at=event.at, message=message, where="driver"))
         for reader in self._readers:
             reader(event)
+        if self._trouble is not None and not self._said and not isinstance(event, JobFinished):
+            self._said = True
+            message = f"{self.path} cannot be written ({self._trouble}): facts wait in memory until it can be"
+            self.append(Warned(at=event.at, message=message, where="driver"))
 
     def close(self) -> None:
         """Raises OSError where the end of the log could not be written."""
