@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -555,3 +557,29 @@ def test_a_member_list_that_cannot_be_written_is_told_once_and_written_when_it_c
         Path(go).touch()
         assert job.done() == [0]
         assert len([event for event in job.events(ev.Warned) if "member list" in event.message]) == 1
+
+
+def test_a_worker_whose_storage_hangs_is_told_lost_and_replaced(template: Template, tmp_path: Path) -> None:
+    """The file is a pipe that nobody writes to, until the first worker that reads it is lost."""
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"id": range(96)}), tmp_path / "in" / "0.parquet")
+    manifest = freeze(tmp_path / "in", tmp_path / "out", name="train")
+    path, aside = Path(manifest.row_groups[0].path), tmp_path / "aside"
+
+    def train(ctx: Any) -> dict[str, Any]:
+        from elastic_spark.testing.counting import train_counting
+
+        return train_counting(ctx, 96, epochs=2)
+
+    path.rename(aside)
+    os.mkfifo(path)
+    with BareJob(template, tmp_path / "job", train, {"train": manifest}, num_proc=1) as job:
+        options = dataclasses.replace(job.controller._job.options, elastic_timeout=3.0)
+        job.controller._job = dataclasses.replace(job.controller._job, options=options)
+        job.until(lambda: job.events(ev.WorkerLost))
+        aside.replace(path)
+        (values,) = job.done()
+        assert_exact(values["w"], 2)
+        (lost,) = job.events(ev.WorkerLost)
+    assert lost.cause == "storage stalled"
+    assert re.fullmatch(r"nothing has come of the data for \d+ s", lost.detail)
