@@ -790,6 +790,20 @@ def test_who_waits_for_storage_that_never_answers_is_told_and_lost_after_elastic
     assert run.ended is None
 
 
+def test_who_is_waited_for_in_a_collective_is_told_and_may_take_its_time() -> None:
+    run = Script(num_proc=3, elastic_timeout=100.0).running()
+    effects = []
+    for second in range(1, 300):
+        for name in ("w0", "w2"):
+            run(core.Heard(name, "in a collective", 1.0 * second, 0.0))
+        run(core.Heard("w1", "in the training function, step 5", 0.0, 0.0))
+        effects += run.wait(1.0)
+    warned = of(effects, ev.Warned)
+    assert warned[0].message == "w0, w2 wait in a collective for w1 (in the training function, step 5) for 60 s"
+    assert len(warned) == 3, "less and less often"
+    assert of(effects, ev.WorkerLost) == []
+
+
 def test_storage_that_answers_nobody_ends_the_job_as_what_it_is() -> None:
     run = Script(num_proc=1, max_num_proc=1, elastic_timeout=30.0, spawn_limit=100).running()
     for _ in range(7):

@@ -15,8 +15,8 @@ from elastic_spark.core.job.turn import Turn
 
 #: The start is watched from then on: imports and the first Spark tasks take their time.
 START_WATCH_S = 20.0
-#: A read of storage is told from then on.
-STALL_WATCH_S = 20.0
+#: A read of storage is told from then on, and who is waited for in a collective.
+STALL_WATCH_S, PEER_WATCH_S = 20.0, 60.0
 
 
 def judge(turn: Turn) -> None:
@@ -104,17 +104,31 @@ def _spawn_due(turn: Turn) -> None:
 
 
 def _watch(turn: Turn) -> None:
-    """Say who waits for whom when the start or a change takes long, or storage does, less and less often."""
+    """Say who waits for whom when the start or a change takes long, or a step does, less and less often."""
     job, options = turn.job, turn.job.options
     if job.generation > 0 and job.ending is None:
-        stalled = max(job.live_members(), key=lambda worker: worker.stalled, default=None)
-        if stalled is not None and _is_due(turn, turn.clock - stalled.stalled, STALL_WATCH_S):
-            turn.warn(f"generation {job.generation}", f"{stalled.id}: {stalled.where}")
+        _watch_world(turn)
         return
     since, first = (job.ending_since, options.watch_after_s) if job.generation else (job.started, START_WATCH_S)
     if _is_due(turn, since, first):
         who = f"{_who_waits(turn)} for {turn.clock - since:.0f} s"
         turn.warn(f"generation {job.generation}", f"{who} ({job.ending})" if job.ending else who)
+
+
+def _watch_world(turn: Turn) -> None:
+    """Whose storage does not answer; who is waited for in a collective, which may take its time."""
+    live, where = turn.job.live_members(), f"generation {turn.job.generation}"
+    stalled = max(live, key=lambda worker: worker.stalled, default=None)
+    waiting = [worker for worker in live if worker.waits >= PEER_WATCH_S]
+    others = ", ".join(f"{worker.id} ({worker.where})" for worker in live if worker not in waiting)
+    if stalled is not None and stalled.stalled >= STALL_WATCH_S:
+        if _is_due(turn, turn.clock - stalled.stalled, STALL_WATCH_S):
+            turn.warn(where, f"{stalled.id}: {stalled.where}")
+    elif waiting and others:
+        waited = min(worker.waits for worker in waiting)
+        if _is_due(turn, turn.clock - waited, PEER_WATCH_S):
+            who = ", ".join(worker.id for worker in waiting)
+            turn.warn(where, f"{who} wait in a collective for {others} for {waited:.0f} s")
 
 
 def _is_due(turn: Turn, since: float, first_s: float) -> bool:
