@@ -205,7 +205,7 @@ class Controller:
         try:
             while not self._over.is_set():
                 self._journal.beat()
-                self._turn(core.Tick(self._ledger.committed))
+                self._turn(core.Tick(self._ledger.committed, self._checkpoints.best))
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
                 self._consider_speed()
                 self._worlds.name_who_is_waited_for()

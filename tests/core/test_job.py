@@ -922,6 +922,53 @@ def test_cancelling_is_killed_and_another_fault_is_failed() -> None:
     assert run.ended == core.Ended("FAILED", "Spark failed", "EnvironmentUnfit")
 
 
+KILLED = core.Ended("KILLED", "terminated by SIGTERM", "JobCancelled")
+
+
+def test_a_job_that_is_cancelled_ends_as_soon_as_what_it_holds_is_safe() -> None:
+    run = Script(num_proc=2).running()
+    run(core.Tick(9, 4), core.TICK_S)
+    one(run(core.Cancel(KILLED.error)), core.SaveNow, worker="w0")
+    run(core.Tick(11, 8), core.TICK_S)
+    assert run.ended is None
+    run(core.Tick(12, 9), core.TICK_S)
+    assert run.ended == KILLED
+
+
+def test_a_job_that_is_cancelled_waits_for_no_checkpoint_that_cannot_come() -> None:
+    for committed, durable in ((0, -1), (9, 9)):
+        run = Script(num_proc=2).running()
+        run(core.Tick(committed, durable), core.TICK_S)
+        assert of(run(core.Cancel(KILLED.error)), core.SaveNow) == []
+        assert run.ended == KILLED
+    run = Script(num_proc=2).running()
+    run(core.Tick(9, -1), core.TICK_S)
+    run.down("w1")
+    run(core.Cancel(KILLED.error))
+    assert run.ended == KILLED
+
+
+def test_a_job_that_is_cancelled_waits_five_seconds_or_until_it_is_asked_again_or_breaks() -> None:
+    def cancelled() -> Script:
+        run = Script(num_proc=2).running()
+        run(core.Tick(9, -1), core.TICK_S)
+        one(run(core.Cancel(KILLED.error)), core.SaveNow)
+        return run
+
+    run = cancelled()
+    run.wait(4.9, "*")
+    assert run.ended is None
+    run.wait(0.3, "*")
+    assert run.ended == KILLED
+    run = cancelled()
+    run(core.Cancel("interrupted by Ctrl-C"))
+    assert run.ended == core.Ended("KILLED", "interrupted by Ctrl-C", "JobCancelled")
+    run = cancelled()
+    run.down("w1")
+    run(core.Tick(), core.TICK_S)
+    assert run.ended == KILLED
+
+
 # ------------------------------------------------------------------------------------------------ limits on resets
 
 

@@ -37,6 +37,7 @@ NONSENSE = st.one_of(
     st.builds(core.Unbalanced, GENERATIONS),
     st.builds(core.Reading, GENERATIONS),
     st.builds(core.Alarmed, GENERATIONS, st.integers(0, 30), st.just("loss is nan")),
+    st.builds(core.Cancel, st.just("terminated")),
     st.just(core.Tick()),
 )
 

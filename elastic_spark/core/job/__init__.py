@@ -31,6 +31,9 @@ finished when rank 0 has finished and every other member has finished, is gone, 
 missing. Where rank 0 is lost while others are DONE, these are dismissed and replaced: the next world does their part
 again.
 
+A job that is *cancelled* goes on until a checkpoint holds what was committed when that was asked for, and no longer
+than `Options.save_at_end_s`.
+
 The guard's way back is the same change: an alarm under ``guard="rollback"`` makes the members ask, and the next world
 starts from a checkpoint of before the alarm instead of from what they hold.
 
@@ -63,6 +66,7 @@ from elastic_spark.core.job.inputs import (
     AgentUp,
     Alarmed,
     Asked,
+    Cancel,
     Draining,
     Fault,
     Finished,
@@ -99,6 +103,7 @@ __all__ = [
     "Alarmed",
     "Asked",
     "BreakGeneration",
+    "Cancel",
     "Dismiss",
     "Draining",
     "Effect",

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.job import inputs as i
-from elastic_spark.core.job.effects import Effect
+from elastic_spark.core.job.effects import Effect, SaveNow
 from elastic_spark.core.job.limits import judge, take_down_agent
 from elastic_spark.core.job.settle import settle
 from elastic_spark.core.job.state import IN_WORLD, Agent, Ended, Failure, Job, Options, Stage, Worker
@@ -200,6 +200,17 @@ def _on_fault(turn: Turn, happened: i.Fault) -> None:
     turn.end(Ended(status, happened.error, happened.kind))
 
 
+def _on_cancel(turn: Turn, happened: i.Cancel) -> None:
+    job, ended = turn.job, Ended("KILLED", happened.why, "JobCancelled")
+    live = job.live_members()
+    runs = job.ending is None and bool(live) and all(member.stage is Stage.RUNNING for member in live)
+    if not runs or job.cancelled is not None or job.committed <= max(0, job.durable):
+        turn.end(ended)
+        return
+    turn.set(cancelled=ended, cancelled_at=turn.clock, cancelled_step=job.committed)
+    turn.do(SaveNow(live[0].id))
+
+
 def _on_reading(turn: Turn, happened: i.Reading) -> None:
     """The time of those who are called begins later."""
     for worker in turn.job.live_members() if happened.generation == turn.job.generation else ():
@@ -211,6 +222,8 @@ def _on_tick(turn: Turn, happened: i.Tick) -> None:
     turn.set(ticked=turn.now)
     if happened.committed is not None:
         turn.set(committed=happened.committed)
+    if happened.durable is not None:
+        turn.set(durable=happened.durable)
     if turn.job.committed > turn.job.best:
         turn.set(best=turn.job.committed, idle_resets=0, unformed=0, barren_resets=0)
     judge(turn)
@@ -232,6 +245,7 @@ _HANDLERS: Mapping[type[i.Input], Callable[[Turn, Any], None]] = {
     i.Unbalanced: _on_unbalanced,
     i.Reading: _on_reading,
     i.Alarmed: _on_alarmed,
+    i.Cancel: _on_cancel,
     i.Fault: _on_fault,
     i.Tick: _on_tick,
 }

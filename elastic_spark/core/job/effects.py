@@ -84,7 +84,7 @@ class Form(Effect):
 
 @dataclass(frozen=True)
 class SaveNow(Effect):
-    """All members will go away: write a checkpoint at once."""
+    """All members will go away, or the job ends: write a checkpoint at once."""
 
     worker: str
 

@@ -158,7 +158,16 @@ class Fault(Input):
 
 
 @dataclass(frozen=True)
+class Cancel(Input):
+    """The job is to end, as soon as what it holds is safe; asked for again: at once."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Tick(Input):
-    """Time has passed. ``committed``: the newest committed step; None: as it was."""
+    """Time has passed. ``committed``: the newest committed step; ``durable``: the newest one that a checkpoint holds;
+    None: as it was."""
 
     committed: int | None = None
+    durable: int | None = None

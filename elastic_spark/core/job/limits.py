@@ -21,12 +21,22 @@ STALL_WATCH_S, PEER_WATCH_S = 20.0, 60.0
 
 def judge(turn: Turn) -> None:
     """At each tick."""
+    if turn.job.cancelled is not None and _is_safe_or_late(turn):
+        turn.end(turn.job.cancelled)
+        return
     _judge_silence(turn)
     _judge_stages(turn)
     _judge_finish(turn)
     _judge_stall(turn)
     _spawn_due(turn)
     _watch(turn)
+
+
+def _is_safe_or_late(turn: Turn) -> bool:
+    """Of a job that is cancelled: whether what it holds is in a checkpoint, or is waited for no longer."""
+    job = turn.job
+    late = job.ending is not None or turn.clock - job.cancelled_at > job.options.save_at_end_s
+    return late or job.durable >= job.cancelled_step
 
 
 def take_down_agent(turn: Turn, agent: Agent, cause: str) -> None:

@@ -40,6 +40,7 @@ class Options:
     notify_every_s: a notice of change is repeated so often until it is acted on.
     break_after_s: members that were only notified have so long to ask before their collectives are broken.
     watch_after_s: who waits for whom is said after so long, and whenever it has doubled.
+    save_at_end_s: a job that is cancelled waits so long for a checkpoint of what it holds.
     stall_after_s: where everybody waits in a collective for so long, they wait for one another for ever.
     reset_limit: generations formed because of a loss; None is no limit.
     user_error_retries: how often an error of the user's code, not seen before at that step, is survived.
@@ -63,6 +64,7 @@ class Options:
     notify_every_s: float = 0.15
     break_after_s: float = 0.5
     watch_after_s: float = 5.0
+    save_at_end_s: float = 5.0
     stall_after_s: float = 60.0
     reset_limit: int | None = None
     user_error_retries: int = 0
@@ -155,7 +157,10 @@ class Job:
     resets: generations formed because of a loss. idle_resets: in a row, of worlds that ran, without a loss, a
         plan or a new step. unformed: worlds in a row that did not even form, without a loss, since ``unformed_since``.
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started. best:
-        the newest step that ever was committed. committed: the newest one now.
+        the newest step that ever was committed. committed: the newest one now. durable: the newest one that a
+        checkpoint holds.
+    cancelled, cancelled_at: how the job ends, and when it was asked to, while a checkpoint of ``cancelled_step`` is
+        waited for.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
         memory (-1: none). What was left in memory before, beyond that step, is another story.
@@ -195,6 +200,10 @@ class Job:
     formed_step: int = -1
     best: int = 0
     committed: int = 0
+    durable: int = 0
+    cancelled: Ended | None = None
+    cancelled_at: float = 0.0
+    cancelled_step: int = 0
     restored: int = 0
     restored_step: int = -1
     failures: tuple[Failure, ...] = ()
