@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import secrets
-import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from elastic_spark import errors
+from elastic_spark import errors, recorded
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore, gist
 from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
-from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.metrics import Summary
 from elastic_spark.driver.datasets import Datasets
 from elastic_spark.driver.journal import Journal
@@ -130,7 +127,8 @@ class Run:
         readers, journal = [summary.add], None
         try:
             if tracker is not None:
-                self.run_id = tracker.start(_params(self.settings, datasets.plans), {"elastic.events": str(path)})
+                params = recorded.params(self.settings, datasets.plans)
+                self.run_id = tracker.start(params, {"elastic.events": str(path)})
                 readers.append(tracker.publish)
             self._read_the_past(path, newest, summary, tracker)
             if self.settings.verbose >= 1:
@@ -156,8 +154,9 @@ class Run:
             figures["status"] = self.status  # the log may not have been told
             if tracker is not None:
                 self._leave_to_the_taker()
-                made_with = {"command": _command(sys.argv), **_versions()}
-                artifacts = self._artifacts(path) if journal is None or not journal.left else {}
+                made_with = {"command": recorded.command(sys.argv), **recorded.versions()}
+                ours = journal is None or not journal.left
+                artifacts = recorded.artifacts(path, self.name, self.status, self.terminal.write) if ours else {}
                 tracker.finish(self.status, summary=figures, artifacts=artifacts, made_with=made_with)
                 self.run_id = figures["run_id"] = tracker.run_id
         if not self.interrupts.interrupted:
@@ -351,7 +350,7 @@ class Run:
                 resumed_step=newest.step if newest is not None else 0,
                 resumed_cursors=newest.fields.get("cursors", {}) if newest is not None else {},
                 config=settings.public(),
-                versions=_versions(),
+                versions=recorded.versions(),
             )
         )
         for item in gist(rejected):
@@ -377,25 +376,6 @@ class Run:
     def _worker_env(self) -> dict[str, str]:
         return {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "OMP_NUM_THREADS": "1", **(self.settings.env or {})}
 
-    def _artifacts(self, path: Path) -> dict[str, str]:
-        from elastic_spark.report import render_html, render_png
-
-        artifacts = {"elastic/events.jsonl": str(path)}
-        page = self.work / "report.html"
-        try:
-            with path.open(encoding="utf-8") as lines:
-                log = list(ev.read_log(lines))
-            page.write_text(render_html(log, self.name), encoding="utf-8")
-            artifacts["elastic/report.html"] = str(page)
-            if self.status != "KILLED":  # who has been told to go has no time for a picture
-                render_png(log, self.work / "timeline.png")
-                artifacts["elastic/timeline.png"] = str(self.work / "timeline.png")
-        except errors.EnvironmentUnfit:  # no matplotlib: the page has the same picture
-            pass
-        except Exception as error:  # the job's end must be told whatever happens to its report
-            self.terminal.write(f"elastic_spark: no report: {type(error).__name__}: {error}\n")
-        return artifacts
-
 
 def _tracked(settings: JobConfig, which: str) -> Any:
     """What MLflow knows of a run or model that is to be resumed."""
@@ -418,36 +398,6 @@ def _unpickled(blobs: Sequence[bytes | None]) -> list[Any]:
                 "plain values, arrays or tensors; the trained state is in the last checkpoint"
             ) from error
     return values
-
-
-def _params(settings: JobConfig, plans: Mapping[str, LanePlan]) -> dict[str, Any]:
-    chosen = ("num_proc", "min_num_proc", "max_num_proc", "spares", "global_batch", "seed", "shuffle", "rpo_target_s")
-    params: dict[str, Any] = dict(settings.params or {})
-    params.update({name: getattr(settings, name) for name in chosen})
-    params.update({f"{name}_rows": plan.rows for name, plan in plans.items()})
-    params.update({f"{name}_lanes": plan.lanes for name, plan in plans.items()})
-    return params
-
-
-def _command(words: Sequence[str]) -> str:
-    """As it was typed, without values that may be secret."""
-    shown = []
-    for before, word in itertools.pairwise(["", *words]):
-        hidden = before in ("--env", "--set", "--conf") and "=" in word
-        shown.append(f"{word.partition('=')[0]}=HIDDEN" if hidden else word)
-    return shlex.join(shown)
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": sys.version.split()[0]}
-    for package in ("elastic_spark", "horovod", "torch", "pyspark", "mlflow"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed here"
-    return found
 
 
 def _raise_if_failed(ended: core.Ended) -> None:
