@@ -214,15 +214,17 @@ class Run:
             self.terminal.write(f"elastic_spark: no live status at {place}: {error}\n")
             yield
             return
-        link.unlink(missing_ok=True)
-        link.touch(mode=0o600)
-        link.write_text(page.url + "\n")
         self.terminal.write(f"elastic_spark: live status at {page.url}\n")
         try:
+            with contextlib.suppress(OSError):  # the disk is full: then the link is printed alone
+                link.unlink(missing_ok=True)
+                link.touch(mode=0o600)
+                link.write_text(page.url + "\n")
             yield
         finally:
             page.close()
-            link.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                link.unlink(missing_ok=True)
 
     def _newest(self) -> tuple[Checkpoint | None, list[Any]]:
         from elastic_spark.driver.resume import base_of

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
+import re
 import shutil
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -127,6 +131,28 @@ def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
     assert bench.tracked() == []
     assert bench.other.read().status == "RUNNING"
     bench.other.release("FINISHED")
+
+
+def test_a_link_file_that_cannot_be_written_costs_the_link_file(bench):
+    terminal = io.StringIO()
+    bench.run.terminal = Outlet(terminal)
+    bench.run.settings = dataclasses.replace(bench.settings, status_port=0)
+    (bench.run.work / "status-link").mkdir()
+    pages = []
+
+    def end(journal):
+        limit = time.monotonic() + 30.0
+        while not pages:
+            assert time.monotonic() < limit, "no link was printed"
+            time.sleep(0.02)
+            pages.extend(re.findall(r"http://\S+(?=\n)", terminal.getvalue()))
+        urllib.request.urlopen(pages[0], timeout=60.0).close()
+        return core.Ended("FINISHED")
+
+    bench.train(end)
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(pages[0], timeout=60.0)
+    assert bench.other.read().status == "FINISHED"
 
 
 def fill_the_disk(journal):
