@@ -176,6 +176,7 @@ def _chaos(request: Asked, blows: Sequence[Any], machines: int) -> None:
     }
     if request.settings.job_name:
         options["job_name"] = request.settings.job_name
+    request.settings.make_work_dir(options["job_name"])
     told = try_out(
         request.function, blows, machines, options, conf=request.conf, say=lambda text: click.echo(text, err=True)
     )
@@ -208,7 +209,7 @@ def _run(command: str, given: dict[str, Any]) -> None:
     import elastic_spark
     from elastic_spark.report import render_text
 
-    request.settings.make_work_dir()
+    request.settings.make_work_dir(request.settings.job_name or "")
     name = request.settings.job_name or given["function"]
     session = runner.session(given["master"], f"elastic_spark {name}", request.conf)
     try:

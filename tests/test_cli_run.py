@@ -7,9 +7,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,50 @@ def test_wrong_usage_ends_with_2(script: Path, words: list[str], said: str) -> N
     cli = CliRunner().invoke(main, given)
     assert cli.exit_code == 2, cli.output
     assert said in " ".join(cli.stderr.split())
+
+
+@pytest.mark.parametrize("words", [["run", "--job-name", "job"], ["chaos", "--job-name", "job"]])
+def test_a_job_folder_that_cannot_be_made_is_named_before_anything_starts(
+    script: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in ("elastic_spark.runner.session", "elastic_spark.testing.chaos.StandaloneCluster"):
+        monkeypatch.setattr(start, lambda *_, **__: pytest.fail("Spark was started"))
+    folder = script.parent / "work"
+    folder.mkdir()
+    (folder / "job").touch()
+    cli = CliRunner().invoke(main, [words[0], f"{script}:train", *words[1:], "--work-dir", str(folder)])
+    assert (cli.exit_code, "cannot be made" in cli.stderr) == (2, True), cli.output
+
+
+@pytest.fixture
+def somebody() -> Iterator[Path]:
+    """A folder of a user who, unlike root, may not do everything: `os.access` asks for the real one."""
+    user = os.getuid()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        if user == 0:
+            os.setresuid(65534, 0, 0)
+        yield Path(folder)
+        os.setresuid(user, user, user)
+
+
+def test_a_job_folder_that_is_ones_own_will_do(script: Path, somebody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(runner, "session", start)
+    for name, mode in (("job", 0o777), ("", 0o555)):
+        (somebody / "work" / name).mkdir(parents=True, exist_ok=True)
+        (somebody / "work" / name).chmod(mode)
+    words = ["run", f"{script}:train", "--work-dir", str(somebody / "work"), "--job-name"]
+    assert isinstance(CliRunner().invoke(main, [*words, "job"]).exception, Started)
+    (somebody / "work").chmod(0o755)
+    (somebody / "work" / "job").chmod(0o555)
+    refused = CliRunner().invoke(main, [*words, "job"])
+    assert (refused.exit_code, "is read-only" in refused.stderr) == (2, True), refused.output
 
 
 def test_a_file_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
