@@ -22,7 +22,7 @@ from elastic_spark.core import job as core
 from elastic_spark.core.metrics import Summary
 from elastic_spark.driver.datasets import Datasets
 from elastic_spark.driver.journal import Journal
-from elastic_spark.interrupts import Interrupts
+from elastic_spark.interrupts import Interrupts, Terminated
 from elastic_spark.outlet import Outlet
 
 if TYPE_CHECKING:
@@ -108,18 +108,25 @@ class Run:
 
     def train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
         """From the data to the last fact: ``(values by rank, run id, path of the event log, figures)``."""
-        with Interrupts() as self.interrupts:
-            trained = self._train()
-        if self.interrupts.interrupted:
-            raise KeyboardInterrupt
-        return trained
+        try:
+            with Interrupts() as self.interrupts:
+                trained = self._train()
+        except Terminated as terminated:
+            why = str(terminated)
+        else:
+            if self.interrupts.interrupted:
+                raise KeyboardInterrupt
+            return trained
+        raise errors.JobCancelled(why)  # here, where no frame holds py4j's connection, on which an answer is to come
 
     def _train(self) -> tuple[list[Any], str, str, dict[str, Any]]:
         newest, rejected = self._newest()
+        self.interrupts.check()
         before = newest.fields.get("plans", {}) if newest is not None else {}
         datasets = Datasets.freeze(self.data, self.settings, self.settings.data_uri or str(self.work / "data"), before)
         if newest is not None:
             datasets.require_the_order_of(newest)
+        self.interrupts.check()
         if self.job_file.taken_by() is not None:  # freezing takes a while
             self.job_file.require()
         path, summary, tracker = self.work / "events.jsonl", Summary(), self._tracker()
@@ -131,6 +138,7 @@ class Run:
                 self.run_id = tracker.start(params, {"elastic.events": str(path)})
                 readers.append(tracker.publish)
             self._read_the_past(path, newest, summary, tracker)
+            self.interrupts.check()
             if self.settings.verbose >= 1:
                 from elastic_spark.progress import Progress
 
@@ -139,7 +147,7 @@ class Run:
             with self._status_page(path):
                 ended, values = self._conduct(journal, datasets, newest, rejected)
             self.status = ended.status
-        except (KeyboardInterrupt, errors.JobCancelled):
+        except (KeyboardInterrupt, Terminated, errors.JobCancelled):
             self.status = self.status or "KILLED"
             raise
         finally:

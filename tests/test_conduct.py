@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import re
 import shutil
+import signal
 import time
 import urllib.request
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from mlflow import MlflowClient
 
 from elastic_spark import conduct
@@ -21,7 +26,7 @@ from elastic_spark.core import job as core
 from elastic_spark.driver import jobfile
 from elastic_spark.driver.jobfile import JobFile
 from elastic_spark.driver.journal import Journal
-from elastic_spark.errors import JobHeld
+from elastic_spark.errors import JobCancelled, JobHeld
 from elastic_spark.outlet import Outlet
 
 pytestmark = pytest.mark.timeout(119, func_only=True)
@@ -131,6 +136,48 @@ def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
     assert bench.tracked() == []
     assert bench.other.read().status == "RUNNING"
     bench.other.release("FINISHED")
+
+
+class Slow(MemoryFileSystem):
+    """A storage that is told to go while it reads, and takes what it sees for an error of its own, as others do."""
+
+    protocol = "slow"
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path, mode="rb", **options):
+        try:
+            if mode == "rb" and path.endswith("manifest.json"):
+                signal.raise_signal(signal.SIGTERM)
+            return super()._open(path, mode, **options)
+        except Exception as error:
+            raise OSError("cut short") from error
+
+
+def test_sigterm_while_a_checkpoint_is_read_is_no_bad_checkpoint(bench):
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    settings = dataclasses.replace(bench.settings, checkpoint_uri="slow://jobs")
+    store = conduct.CheckpointStore("slow://jobs/job")
+    bench.other = JobFile(store.uri, lambda why: None)
+    bench.other.claim()
+    bench.other.release("FAILED")
+    Slow().pipe_file("slow://jobs/job/step-000000000001-abcdef/manifest.json", b"{}")
+    bench.run = conduct.Run(settings, None, b"", {}, lambda worker, lines: None, Outlet(None))
+    with pytest.raises(JobCancelled, match="terminated by SIGTERM"):
+        bench.train(lambda journal: core.Ended("FINISHED"))
+    assert bench.other.read().status == "KILLED"
+
+
+def test_a_signal_that_is_swallowed_ends_the_job_all_the_same(bench, monkeypatch):
+    def freeze(*_):
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        return conduct.Datasets({}, {})
+
+    monkeypatch.setattr(conduct.Datasets, "freeze", freeze)
+    with pytest.raises(JobCancelled, match="terminated by SIGTERM"):
+        bench.train(lambda journal: core.Ended("FINISHED"))
+    assert (bench.other.read().status, bench.tracked()) == ("KILLED", [])
 
 
 def test_a_link_file_that_cannot_be_written_costs_the_link_file(bench):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,15 +11,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
-from elastic_spark.errors import JobCancelled
-from elastic_spark.interrupts import Interrupts
+from elastic_spark.interrupts import Interrupts, Terminated
 
 DRIVER = """
     import sys, time
@@ -42,19 +42,42 @@ DRIVER = """
 """
 
 
+FREEZES = """
+    import pathlib, time
+    import elastic_spark as es
+    from elastic_spark.runner import session
+
+    def slow(rows):
+        pathlib.Path("freezing").touch()
+        time.sleep(600)
+        yield from rows
+
+    spark = session("local[1]", "interrupted", {})
+    data = {"train": spark.range(9).mapInPandas(slow, "id long")}
+    try:
+        es.run(lambda: 1, num_proc=1, data=data, work_dir="runs", job_name="job", tracking=False)
+    finally:
+        print("cores:", spark.sparkContext.parallelize([1]).getNumPartitions())
+        spark.stop()
+"""
+
+
 class Driver:
     """A job in a process of its own, in ``folder``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, code: str = DRIVER) -> None:
         self.folder, self.log = folder, folder / "runs" / "job" / "events.jsonl"
         self._out = open(folder / "out.txt", "w")  # noqa: SIM115
         env = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-        command = [sys.executable, "-c", textwrap.dedent(DRIVER)]
+        command = [sys.executable, "-c", textwrap.dedent(code)]
         self.process = subprocess.Popen(command, cwd=folder, stdout=self._out, stderr=self._out, env=env)
 
     def wait_for(self, event: str) -> None:
+        self.wait_until(lambda: self.log.exists() and f'"event":"{event}"' in self.log.read_text().replace(" ", ""))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
-        while not (self.log.exists() and f'"event":"{event}"' in self.log.read_text().replace(" ", "")):
+        while not condition():
             assert self.process.poll() is None, (self.folder / "out.txt").read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -66,9 +89,13 @@ class Driver:
         client = MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
         (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
         assert run.info.end_time is not None
-        files: list[Any] = [json.loads(path.read_text()) for path in (self.folder / "runs").rglob("job-*.json")]
         assert last["event"] == "JobFinished"
-        return last["status"], run.info.status, files[0]["status"]
+        return last["status"], run.info.status, self.job_file()["status"]
+
+    def job_file(self) -> dict[str, Any]:
+        (path,) = (self.folder / "runs").rglob("job-*.json")
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
 
 
 @pytest.fixture
@@ -86,6 +113,22 @@ def test_sigterm_as_soon_as_the_run_is_there(driver: Driver) -> None:
     assert "JobCancelled: terminated by SIGTERM" in (driver.folder / "out.txt").read_text()
 
 
+def test_sigterm_while_spark_freezes_the_data(tmp_path: Path) -> None:
+    """py4j waits for Spark's answer in the main thread."""
+    driver = Driver(tmp_path, FREEZES)
+    try:
+        driver.wait_until((tmp_path / "freezing").exists)
+        driver.process.send_signal(signal.SIGTERM)
+        driver.process.wait(60)
+    finally:
+        driver.process.kill()
+        driver.process.wait()
+    output = (tmp_path / "out.txt").read_text()
+    assert "JobCancelled: terminated by SIGTERM" in output
+    assert "cores: 1" in output, "Spark's next answer is that to the next question"
+    assert driver.job_file()["status"] == "KILLED"
+
+
 def test_ctrl_c_three_times(driver: Driver) -> None:
     driver.wait_for("StepsCommitted")
     for _ in range(3):
@@ -99,18 +142,27 @@ def test_first_it_raises_then_it_cancels_then_it_waits() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     whys: list[str] = []
     with Interrupts() as interrupts:
-        with pytest.raises(JobCancelled, match="terminated by SIGTERM"):
+        interrupts.check()
+        with pytest.raises(Terminated, match="terminated by SIGTERM"):
             signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Terminated):
+            interrupts.check()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         interrupts.cancel_by(whys.append)
+        assert whys == ["interrupted by Ctrl-C"], "it had come before"
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         interrupts.hold()
         signal.raise_signal(signal.SIGTERM)
-    assert whys == ["terminated by SIGTERM", "interrupted by Ctrl-C"]
+    assert whys[1:] == ["terminated by SIGTERM", "interrupted by Ctrl-C"]
     assert interrupts.interrupted
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_foreign_code_does_not_take_a_signal_for_an_error_of_its_own() -> None:
+    with pytest.raises(Terminated, match="by SIGTERM"), Interrupts(), contextlib.suppress(Exception):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_in_another_thread_signals_are_left_alone() -> None:
