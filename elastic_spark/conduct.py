@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from elastic_spark import errors, recorded
+from elastic_spark.bounded import Bounded
 from elastic_spark.checkpoint import Checkpoint, CheckpointStore, gist
 from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
@@ -27,6 +30,11 @@ from elastic_spark.outlet import Outlet
 
 if TYPE_CHECKING:
     from elastic_spark.tracking import Tracker
+
+#: A job that was told to end has so many seconds to; storage that hangs has its limits within them.
+END_S = 100.0
+#: Spark's JVM, or the disk of the log, may hang at the end: neither is waited for any longer.
+HANGS_S = 10.0
 
 
 class Run:
@@ -58,10 +66,15 @@ class Run:
         self.controller: Any = None
         self.interrupts = Interrupts()
         self.status = ""  # how the job ended, once that is known
+        self._told: core.Fault | None = None  # the first that the controller was told to end for
+        self._end_by = math.inf
 
     def _fault(self, kind: str, why: str) -> None:
         if self.controller is not None:
-            self.controller.post(core.Fault(kind, why))
+            fault = core.Fault(kind, why)
+            if self._told is None:
+                self._told, self._end_by = fault, time.monotonic() + END_S
+            self.controller.post(fault)
 
     def _lost(self, why: str) -> None:
         self._leave_to_the_taker()
@@ -155,7 +168,7 @@ class Run:
             self.status = self.status or "FAILED"
             if journal is not None:
                 try:
-                    journal.close()
+                    Bounded(name="journal")(journal.close, HANGS_S)
                 except OSError as error:  # the disk is full: the job's end must be told whatever happens to its log
                     self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
             figures = summary.result()
@@ -289,7 +302,7 @@ class Run:
             read=_unpickled,
             require_ours=self._require_ours,
         )
-        self.interrupts.cancel_by(lambda why: controller.post(core.Fault("JobCancelled", why)))
+        self.interrupts.cancel_by(lambda why: self._fault("JobCancelled", why))
         address = controller.start()
         self._stood_still()
         payload = None
@@ -312,30 +325,40 @@ class Run:
                 settings.max_num_proc + settings.spares,
                 on_draining=lambda executor, why: controller.post(core.Draining(executor, why)),
                 on_ended=lambda slot, why: controller.record(lambda now: ev.SlotEnded(at=now, slot=slot, reason=why)),
-                on_fault=lambda kind, why: controller.post(core.Fault(kind, why)),
+                on_fault=self._fault,
             )
             slots.start()
-            while not controller.wait(0.2):
-                pass
+            self._wait(controller)
             ended, values = controller.outcome()
             if ended.kind == "NotEnoughWorkers":
-                ended = dataclasses.replace(ended, error=f"{ended.error}; {spark.capacity(self.context)}")
+                try:
+                    there = Bounded(name="spark")(lambda: spark.capacity(self.context), HANGS_S)
+                except TimeoutError as error:
+                    there = f"Spark does not say how many cores there are ({error})"
+                ended = dataclasses.replace(ended, error=f"{ended.error}; {there}")
             return ended, values
         finally:
             self.interrupts.hold()
             self._take_down(controller, slots, payload)
 
+    def _wait(self, controller: Any) -> None:
+        """Until the job has ended. One that was told to end and does not is left: the storage of its log hangs."""
+        while not controller.wait(0.2):
+            if self._told is not None and time.monotonic() > self._end_by:
+                late = f"; the driver had not ended the job {END_S:.0f} s later: does {self.work} hang?"
+                _raise_if_failed(core.Ended("FAILED", self._told.error + late, self._told.kind))
+
     def _take_down(self, controller: Any, slots: Any, payload: Any) -> None:
         """In any case; a controller that still runs, because something else failed, ends first."""
         with contextlib.suppress(Exception):
             if not controller.wait(0.0):
-                controller.post(core.Fault("JobCancelled", "the driver failed"))
-                controller.wait(100.0)  # storage that hangs has its limits there
+                self._fault("JobCancelled", "the driver failed")
+                controller.wait(max(0.0, self._end_by - time.monotonic()))
         if slots is not None:
             slots.stop()
         if payload is not None:
             with contextlib.suppress(Exception):  # the context may be stopped: then the broadcast is gone already
-                payload.unpersist()
+                Bounded(name="spark")(payload.unpersist, HANGS_S)
 
     def _record_start(
         self,

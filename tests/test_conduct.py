@@ -24,6 +24,7 @@ from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
 from elastic_spark.driver import jobfile
+from elastic_spark.driver.controller import Controller
 from elastic_spark.driver.jobfile import JobFile
 from elastic_spark.driver.journal import Journal
 from elastic_spark.errors import JobCancelled, JobHeld
@@ -220,6 +221,51 @@ def test_a_job_whose_disk_is_full_goes_on_and_says_so(bench):
     assert figures["warnings"] == 3
     assert [run.info.status for run in bench.tracked()] == ["FINISHED"]
     assert bench.other.read().status == "FINISHED"
+
+
+def hang_the_disk(journal):
+    """From here on who writes the log does not come back, until what is returned is closed."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b" " * 4096)
+    os.set_blocking(writing, True)
+    os.dup2(writing, journal._file.fileno())
+    os.close(writing)
+    return os.fdopen(reading)
+
+
+def test_a_job_whose_log_hangs_is_left_when_it_was_told_to_end(bench, monkeypatch):
+    monkeypatch.setattr(conduct, "END_S", 0.5)
+    monkeypatch.setattr(conduct, "HANGS_S", 0.5)
+    run, hangs = bench.run, []
+
+    def end(journal):
+        controller = run.controller = Controller(
+            core.Options(1, 1, 1),
+            **{"host": "127.0.0.1", "key": b"k" * 32, "job_id": run.job_id, "plans": {}, "seed": 0, "balance": False},
+            **{"journal": journal, "store": run.store, "keep": 1, "noted": {}, "resumed": None},
+            members_path=run.work / "members.json",
+            **dict.fromkeys(("worker_output", "on_generation", "on_agent", "on_notice"), print),
+        )
+        run.interrupts.cancel_by(lambda why: conduct.Run._fault(run, "JobCancelled", why))
+        hangs.append(hang_the_disk(journal))
+        controller.start()
+        controller.record(lambda now: ev.Warned(at=now, message="never written"))
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            run._wait(controller)
+        finally:
+            run._take_down(controller, None, None)
+
+    with pytest.raises(JobCancelled, match="by SIGTERM; the driver had not ended the job 0 s later"):
+        bench.train(end)
+    assert [found.info.status for found in bench.tracked()] == ["KILLED"]
+    assert bench.other.read().status == "KILLED"
+    hangs[0].close()
+    with contextlib.suppress(Exception):
+        run.controller.wait(60.0)
 
 
 def test_facts_wait_for_a_disk_that_is_full(tmp_path):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -61,6 +62,26 @@ FREEZES = """
         spark.stop()
 """
 
+LEFT = """
+    import os
+    import elastic_spark as es
+    from elastic_spark import conduct
+    from elastic_spark.runner import session
+
+    def train():
+        import time
+        time.sleep(600)
+
+    session("local[1]", "left", {})
+    conduct.HANGS_S = 1.0
+    options = {"tracking_uri": "sqlite:///mlflow.db", "experiment": "e", "elastic_timeout": 1.0}
+    try:
+        es.run(train, num_proc=1, work_dir="runs", job_name="job", **options)
+    except es.errors.NotEnoughWorkers as error:
+        print("NotEnoughWorkers:", error, flush=True)
+        os._exit(3)
+"""
+
 
 class Driver:
     """A job in a process of its own, in ``folder``."""
@@ -81,6 +102,9 @@ class Driver:
             assert self.process.poll() is None, (self.folder / "out.txt").read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def fact(self, event: str) -> dict[str, Any]:
+        return next(item for item in map(json.loads, self.log.read_text().splitlines()) if item["event"] == event)
 
     def told(self) -> tuple[str, str, str]:
         """The status by the event log, by MLflow and by the job file; the process has ended."""
@@ -127,6 +151,25 @@ def test_sigterm_while_spark_freezes_the_data(tmp_path: Path) -> None:
     assert "JobCancelled: terminated by SIGTERM" in output
     assert "cores: 1" in output, "Spark's next answer is that to the next question"
     assert driver.job_file()["status"] == "KILLED"
+
+
+def test_a_jvm_that_stands_still_does_not_keep_the_job_from_its_end(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, LEFT)
+    jvm: psutil.Process | None = None
+    try:
+        driver.wait_for("GenerationRunning")
+        (jvm,) = (child for child in psutil.Process(driver.process.pid).children() if child.name() == "java")
+        jvm.suspend()
+        psutil.Process(driver.fact("AgentRegistered")["pid"]).kill()
+        assert driver.told() == ("FAILED", "FAILED", "FAILED")
+    finally:
+        driver.process.kill()
+        driver.process.wait()
+        if jvm is not None:
+            jvm.kill()
+    output = (tmp_path / "out.txt").read_text()
+    assert "NotEnoughWorkers:" in output
+    assert "Spark does not say how many cores there are (no answer within" in output
 
 
 def test_ctrl_c_three_times(driver: Driver) -> None:
