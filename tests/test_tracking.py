@@ -28,7 +28,7 @@ from elastic_spark.core import events as ev
 from elastic_spark.core.metrics import summarise
 from elastic_spark.errors import ConfigError
 from elastic_spark.tracking import Tracker, find_checkpoint, replay
-from elastic_spark.tracking.tracker import SPOOL
+from elastic_spark.tracking.left import SPOOL
 
 #: The server's own start, which takes long on a busy machine, is nobody's test.
 pytestmark = pytest.mark.timeout(119, func_only=True)

@@ -19,7 +19,8 @@ Rules:
 * What the store refuses is said, once, and never blocks what follows.
 """
 
+from elastic_spark.tracking.left import replay
 from elastic_spark.tracking.search import find_checkpoint
-from elastic_spark.tracking.tracker import Tracker, replay
+from elastic_spark.tracking.tracker import Tracker
 
 __all__ = ["Tracker", "find_checkpoint", "replay"]
