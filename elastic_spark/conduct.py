@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,13 +177,17 @@ class Run:
             if tracker is not None:
                 self._leave_to_the_taker()
                 made_with = {"command": recorded.command(sys.argv), **recorded.versions()}
-                ours = journal is None or not journal.left
-                artifacts = recorded.artifacts(path, self.name, self.status, self.terminal.write) if ours else {}
-                tracker.finish(self.status, summary=figures, artifacts=artifacts, made_with=made_with)
+                files = partial(self._artifacts, path)
+                tracker.finish(self.status, summary=figures, artifacts=files, made_with=made_with)
                 self.run_id = figures["run_id"] = tracker.run_id
         if not self.interrupts.interrupted:
             _raise_if_failed(ended)
         return values, self.run_id, str(path), figures
+
+    def _artifacts(self, log: Path) -> dict[str, str]:
+        if self.journal is not None and self.journal.left:
+            return {}
+        return recorded.artifacts(log, self.name, self.status, self.terminal.write)
 
     def _tracker(self) -> Tracker | None:
         settings = self.settings

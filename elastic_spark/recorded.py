@@ -46,18 +46,19 @@ def versions() -> dict[str, str]:
 
 def artifacts(log: Path, name: str, status: str, say: Callable[[str], object]) -> dict[str, str]:
     """The files of a job that has ended, by artifact path; report and picture are made beside its event log."""
+    found = {"elastic/events.jsonl": str(log)}
+    if status == "KILLED":  # who has been told to go has no time for a report
+        return found
     from elastic_spark.report import render_html, render_png
 
-    found = {"elastic/events.jsonl": str(log)}
     page, picture = log.with_name("report.html"), log.with_name("timeline.png")
     try:
         with log.open(encoding="utf-8") as lines:
             events = list(ev.read_log(lines))
         page.write_text(render_html(events, name), encoding="utf-8")
         found["elastic/report.html"] = str(page)
-        if status != "KILLED":  # who has been told to go has no time for a picture
-            render_png(events, picture)
-            found["elastic/timeline.png"] = str(picture)
+        render_png(events, picture)
+        found["elastic/timeline.png"] = str(picture)
     except errors.EnvironmentUnfit:  # no matplotlib: the page has the same picture
         pass
     except Exception as error:  # the job's end must be told whatever happens to its report

@@ -19,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from mlflow import MlflowClient
 
-from elastic_spark import conduct
+from elastic_spark import conduct, recorded
 from elastic_spark.config import JobConfig
 from elastic_spark.core import events as ev
 from elastic_spark.core import job as core
@@ -29,6 +29,7 @@ from elastic_spark.driver.jobfile import JobFile
 from elastic_spark.driver.journal import Journal
 from elastic_spark.errors import JobCancelled, JobHeld
 from elastic_spark.outlet import Outlet
+from elastic_spark.tracking.store import Store
 
 pytestmark = pytest.mark.timeout(119, func_only=True)
 
@@ -137,6 +138,31 @@ def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
     assert bench.tracked() == []
     assert bench.other.read().status == "RUNNING"
     bench.other.release("FINISHED")
+
+
+@pytest.mark.parametrize("how", ["FINISHED", "KILLED"])
+def test_the_status_is_told_before_the_log_is_rendered(bench, monkeypatch, how):
+    told, sent = [], []
+    send, render = Store._send_file, recorded.artifacts
+    monkeypatch.setattr(Store, "_send_file", lambda store, record: (sent.append(record["path"]), send(store, record)))
+
+    def artifacts(*arguments):
+        told.append(bench.tracked()[0].info.status)
+        return render(*arguments)
+
+    def end(journal):
+        journal.append(ev.Warned(at=1.0, message="something to show"))
+        if how == "KILLED":
+            raise JobCancelled("by the test")
+        return core.Ended("FINISHED")
+
+    monkeypatch.setattr(recorded, "artifacts", artifacts)
+    with pytest.raises(JobCancelled) if how == "KILLED" else contextlib.nullcontext():
+        bench.train(end)
+    assert told == [how]
+    files = ["elastic/events.jsonl", "elastic/report.html", "elastic/timeline.png"]
+    assert [path for path in sent if path in files] == (files if how == "FINISHED" else files[:1])
+    assert (bench.run.work / "report.html").exists() is (how == "FINISHED")
 
 
 class Slow(MemoryFileSystem):

@@ -256,7 +256,7 @@ def test_a_recorded_job_tells_its_story(server, make, tmp_path):
     page = tmp_path / "some-name.html"
     page.write_text("<html>")
     files = {"elastic/events.jsonl": str(GOLDEN), "elastic/report.html": str(page)}
-    tracker.finish("FINISHED", summary=summarise(log), artifacts=files)
+    tracker.finish("FINISHED", summary=summarise(log), artifacts=lambda: files)
     run = run_of(server.uri, run_id)
     assert (run.info.status, tracker.said) == ("FINISHED", [])
     assert run.info.end_time is not None
@@ -301,7 +301,7 @@ def test_limits_of_keys_values_and_numbers(server, make):
     odd = {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "bad:key*": 1.0, "huge": 1e300}
     tracker.publish(ev.MetricsReported(at=1e9, step=1, values=odd))
     tracker.publish(ev.Warned(at=1e9, message="w" * 20_000))
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     run = run_of(server.uri, run_id)
     assert tracker.said == []
     assert sum(key.startswith("m") and key[1:].isdigit() for key in run.data.metrics) == 2_500
@@ -320,13 +320,41 @@ def test_status_is_true_even_if_an_artifact_is_missing(server, make, status):
     tracker = make(server.uri)
     run_id = tracker.start({}, {})
     tracker.publish(ev.JobFinished(at=1e9, status=status, error="ValueError: x"))
-    tracker.finish(status, summary={}, artifacts={"elastic/x.txt": "/does/not/exist"})
-    tracker.finish("FINISHED", summary={}, artifacts={})  # the first word counts
+    tracker.finish(status, summary={}, artifacts=lambda: {"elastic/x.txt": "/does/not/exist"})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)  # the first word counts
     tracker.publish(loss(1))
     run = run_of(server.uri, run_id)
     assert (run.info.status, run.data.tags["elastic.error"]) == (status, "ValueError: x")
     assert run.info.end_time is not None
     assert any("is gone" in text for text in tracker.said)
+
+
+def test_the_status_is_told_before_there_are_files(server, make):
+    tracker, seen = make(server.uri), []
+    run_id = tracker.start({}, {})
+
+    def artifacts():
+        seen.append(run_of(server.uri, run_id).info.status)
+        raise SystemExit(7)
+
+    with pytest.raises(SystemExit):
+        tracker.finish("FINISHED", summary=summarise([]), artifacts=artifacts)
+    assert seen == ["FINISHED"]
+    assert not tracker._thread.is_alive()
+
+
+def test_the_time_that_files_take_to_be_made_is_not_that_of_mlflow(server, make):
+    tracker, begin = make(server.uri), []
+    run_id = tracker.start({}, {})
+
+    def artifacts():
+        begin.append((tracker._store.deadline, time.monotonic()))
+        wait_until(lambda: time.monotonic() > begin[0][1] + 0.3)
+        return {"elastic/events.jsonl": str(GOLDEN)}
+
+    tracker.finish("FINISHED", summary={}, artifacts=artifacts)
+    assert tracker._store.deadline > begin[0][0] + 0.3
+    assert (artifacts_of(server.uri, run_id), tracker.said) == (["elastic/events.jsonl"], [])
 
 
 # --- resume and neighbours --------------------------------------------------------------------------------------------
@@ -347,12 +375,12 @@ def test_a_killed_job_goes_on_in_the_same_run(server, make):
     assert run_of(server.uri, run_id).info.status == "RUNNING"
     for step in range(51, 71):
         second.publish(loss(step))
-    second.finish("KILLED", summary={}, artifacts={})
+    second.finish("KILLED", summary={}, artifacts=dict)
 
     third = make(server.uri, name=name, experiment="resume", run_id=run_id, spool="third")
     third.start({"num_proc": 2}, {})
     assert run_of(server.uri, run_id).info.status == "RUNNING"
-    third.finish("FINISHED", summary={}, artifacts={})
+    third.finish("FINISHED", summary={}, artifacts=dict)
     run = run_of(server.uri, run_id)
     assert (run.data.params["num_proc"], run.data.params["lr"], run.data.params["same"]) == ("3", "0.1", "1")
     assert "0x" not in run.data.params["new"]
@@ -365,7 +393,7 @@ def test_a_killed_job_goes_on_in_the_same_run(server, make):
     assert [step for step, _ in points(server.uri, run_id, "replay/loss")] == list(range(51, 58))
     assert len(runs_of(server.uri, "resume")) == 1
     assert run.info.status == "FINISHED"
-    first.finish("KILLED", summary={}, artifacts={}, timeout_s=1.0)
+    first.finish("KILLED", summary={}, artifacts=dict, timeout_s=1.0)
 
 
 def test_a_run_that_goes_on_under_another_driver_is_left_alone(server, make):
@@ -376,13 +404,13 @@ def test_a_run_that_goes_on_under_another_driver_is_left_alone(server, make):
     second.start({"lr": 1}, {})
     first.leave()
     first.publish(ev.JobFinished(at=1e9, status="FAILED", error="taken over"))
-    first.finish("FAILED", summary=summarise([]), artifacts={"elastic/events.jsonl": str(GOLDEN)})
+    first.finish("FAILED", summary=summarise([]), artifacts=lambda: {"elastic/events.jsonl": str(GOLDEN)})
     run = run_of(server.uri, run_id)
     assert run.info.status == "RUNNING"
     assert {"elastic.error", "mlflow.note.content"}.isdisjoint(run.data.tags)
     assert artifacts_of(server.uri, run_id) == []
     assert first.said == []
-    second.finish("FINISHED", summary={}, artifacts={})
+    second.finish("FINISHED", summary={}, artifacts=dict)
     assert run_of(server.uri, run_id).info.status == "FINISHED"
 
 
@@ -393,7 +421,7 @@ def test_what_a_dead_driver_left_on_disk_is_sent_first(server, make, tmp_path):
     for step in range(1, 11):
         first.publish(loss(step))
     first.publish(steps(1, 10))
-    first.finish("KILLED", summary={}, artifacts={}, timeout_s=2.0)
+    first.finish("KILLED", summary={}, artifacts=dict, timeout_s=2.0)
     assert (tmp_path / "spool" / SPOOL).exists()
     second = make(server.uri, run_id=run_id)
     second.start({}, {})
@@ -401,7 +429,7 @@ def test_what_a_dead_driver_left_on_disk_is_sent_first(server, make, tmp_path):
     second.publish(loss(11))
     wait_until(lambda: len(points(server.uri, run_id, "loss")) == 11)
     assert run_of(server.uri, run_id).info.status == "RUNNING"
-    second.finish("FINISHED", summary={}, artifacts={})
+    second.finish("FINISHED", summary={}, artifacts=dict)
     assert [step for step, _ in points(server.uri, run_id, "replay/loss")] == [9]
     assert not (tmp_path / "spool" / SPOOL).exists()
 
@@ -411,10 +439,10 @@ def test_records_for_another_run_are_set_aside(server, make, tmp_path):
     other = first.start({}, {})
     first._store.send = lambda records, again: 0
     first.publish(loss(1))
-    first.finish("FAILED", summary={}, artifacts={}, timeout_s=2.0)
+    first.finish("FAILED", summary={}, artifacts=dict, timeout_s=2.0)
     second = make(server.uri)
     second.start({}, {})
-    second.finish("FINISHED", summary={}, artifacts={})
+    second.finish("FINISHED", summary={}, artifacts=dict)
     assert any(other in text for text in second.said)
     assert replay(str(tmp_path / "spool" / other)) == other
     assert points(server.uri, other, "loss") == [(1, 0.5)]
@@ -428,7 +456,7 @@ def test_nested_under_the_users_active_run(server, make):
         tracker = make(None, experiment=None)
         run_id = tracker.start({"a": 1}, {})
         mlflow.log_metric("theirs", 1.0)
-        tracker.finish("FINISHED", summary={}, artifacts={})
+        tracker.finish("FINISHED", summary={}, artifacts=dict)
         assert mlflow.active_run().info.run_id == theirs.info.run_id
         assert run_of(server.uri, theirs.info.run_id).info.status == "RUNNING"
     ours = run_of(server.uri, run_id)
@@ -444,7 +472,7 @@ def test_the_users_own_run_is_attached_to_and_not_ended(server, make):
     with mlflow.start_run() as theirs:
         tracker = make(None, experiment=None, run_id=theirs.info.run_id)
         assert tracker.start({"a": 1}, {}) == theirs.info.run_id
-        tracker.finish("FINISHED", summary={}, artifacts={})
+        tracker.finish("FINISHED", summary={}, artifacts=dict)
         assert run_of(server.uri, theirs.info.run_id).info.status == "RUNNING"
         assert run_of(server.uri, theirs.info.run_id).data.params == {"a": "1"}
 
@@ -454,7 +482,7 @@ def test_an_active_run_in_another_store_is_left_alone(server, make, database):
     with mlflow.start_run():
         tracker = make(server.uri)
         run_id = tracker.start({}, {})
-        tracker.finish("FINISHED", summary={}, artifacts={})
+        tracker.finish("FINISHED", summary={}, artifacts=dict)
     assert "mlflow.parentRunId" not in run_of(server.uri, run_id).data.tags
 
 
@@ -480,7 +508,7 @@ def test_server_killed_and_back_again(server, make, tmp_path):
     tracker.publish(loss(3_001))
     server.start()
     tracker.publish(written(70))
-    tracker.finish("FINISHED", summary={}, artifacts={}, timeout_s=60)
+    tracker.finish("FINISHED", summary={}, artifacts=dict, timeout_s=60)
     assert points(server.uri, run_id, "loss") == [(step, step / 2) for step in range(1, 3_002)]
     assert run_of(server.uri, run_id).info.status == "FINISHED"
     assert len(runs_of(server.uri, "test_server_killed_and_back_again")) == 1
@@ -500,7 +528,7 @@ def test_where_the_disk_is_full_too_records_wait_in_memory(server, make, tmp_pat
         tracker.publish(loss(step))
     wait_until(lambda: any("records wait in memory" in text for text in tracker.said))
     server.start()
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     assert points(server.uri, run_id, "loss") == [(step, step / 2) for step in range(1, 101)]
     assert run_of(server.uri, run_id).info.status == "FINISHED"
 
@@ -511,7 +539,7 @@ def test_what_neither_mlflow_nor_the_disk_takes_is_said(black_hole, make, tmp_pa
     tracker = make(black_hole)
     tracker.start({}, {})
     tracker.publish(loss(1))
-    tracker.finish("KILLED", summary={}, artifacts={}, timeout_s=3.0)
+    tracker.finish("KILLED", summary={}, artifacts=dict, timeout_s=3.0)
     assert any("are lost: there is no room for them" in text for text in tracker.said)
 
 
@@ -527,7 +555,7 @@ def test_a_black_hole_stops_nobody_and_keeps_everything(server, black_hole, make
     assert time.monotonic() - begin < 3.0
     begin = time.monotonic()
     files = {"elastic/events.jsonl": str(GOLDEN)}
-    tracker.finish("FAILED", summary=summarise([]), artifacts=files, timeout_s=6.0)
+    tracker.finish("FAILED", summary=summarise([]), artifacts=lambda: files, timeout_s=6.0)
     assert time.monotonic() - begin < 8.0
     assert tracker.run_id == ""
     kept = [json.loads(line) for line in (tmp_path / "spool" / SPOOL).read_text().splitlines()]
@@ -567,7 +595,7 @@ def test_a_local_store_that_hangs_at_the_end_keeps_nobody_waiting_and_loses_noth
         assert time.monotonic() < limit, "no request is on its way"
         time.sleep(0.01)
     begin = time.monotonic()
-    tracker.finish("FINISHED", summary=summarise([]), artifacts={}, timeout_s=6.0)
+    tracker.finish("FINISHED", summary=summarise([]), artifacts=dict, timeout_s=6.0)
     assert time.monotonic() - begin < 30.0, "SQLite would have waited for 100 s"
     tracker._thread.join(30.0)
     assert not tracker._thread.is_alive()
@@ -593,7 +621,7 @@ def test_a_server_that_hangs_in_mid_job_and_then_answers(proxy, make):
     proxy.hang.clear()
     for step in range(101, 201):
         tracker.publish(loss(step))
-    tracker.finish("FINISHED", summary={}, artifacts={}, timeout_s=60.0)
+    tracker.finish("FINISHED", summary={}, artifacts=dict, timeout_s=60.0)
     assert points(proxy.uri, run_id, "loss") == [(step, step / 2) for step in range(1, 201)]
     assert run_of(proxy.uri, run_id).info.status == "FINISHED"
 
@@ -605,7 +633,7 @@ def test_too_many_requests_and_stored_though_504(proxy, make):
     proxy.answer_429, proxy.swallow = 2, 2
     for step in range(1, 101):
         tracker.publish(loss(step))
-    tracker.finish("FINISHED", summary={}, artifacts={}, timeout_s=60.0)
+    tracker.finish("FINISHED", summary={}, artifacts=dict, timeout_s=60.0)
     assert points(proxy.uri, run_id, "loss") == [(step, step / 2) for step in range(1, 101)]
     assert (proxy.answer_429, proxy.swallow) == (0, 0)
     assert len(runs_of(proxy.uri, "test_too_many_requests_and_stored_though_504")) == 1
@@ -620,7 +648,7 @@ def test_a_checkpoint_sent_twice_is_one_model(server, make):
     record = {"kind": "checkpoint", "step": 10, "uri": "file:///c/10", "digest": "sha256:" + f"{10:064x}"}
     record |= {"bytes": 10, "seconds": 0.1, "world_size": 2}
     assert tracker._store.send([record], again=True) == 1
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     assert len(models_of(server.uri, tracker.experiment_id)) == 1
     assert len(run_of(server.uri, run_id).outputs.model_outputs) == 1
 
@@ -630,7 +658,7 @@ def test_a_run_deleted_meanwhile_is_said_and_hangs_nobody(server, make):
     run_id = tracker.start({}, {})
     MlflowClient(server.uri).delete_run(run_id)
     tracker.publish(loss(1))
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     assert any("refuses" in text for text in tracker.said)
 
 
@@ -639,7 +667,7 @@ def test_the_spool_is_bounded_and_says_when_it_cuts(black_hole, make, tmp_path):
     tracker.start({}, {})
     for step in range(1, 5_001):
         tracker.publish(loss(step))
-    tracker.finish("KILLED", summary={}, artifacts={}, timeout_s=3.0)
+    tracker.finish("KILLED", summary={}, artifacts=dict, timeout_s=3.0)
     kept = (tmp_path / "spool" / SPOOL).read_text().splitlines()
     assert sum(map(len, kept)) < 80_000
     assert [json.loads(line)["kind"] for line in kept][-1] == "end"
@@ -653,7 +681,7 @@ def test_nothing_configured_is_sqlite_here(make, tmp_path, database):
     shutil.copy(database, tmp_path)
     tracker = make(None, experiment=None)
     run_id = tracker.start({"a": 1}, {})
-    tracker.finish("FINISHED", summary={}, artifacts={"x.jsonl": str(GOLDEN)})
+    tracker.finish("FINISHED", summary={}, artifacts=lambda: {"x.jsonl": str(GOLDEN)})
     assert tracker.uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert (tmp_path / "mlartifacts" / run_id / "artifacts" / "x.jsonl").exists()
     run = run_of(tracker.uri, run_id)
@@ -668,7 +696,7 @@ def test_the_environment_is_followed(monkeypatch, server, make):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "by environment")
     tracker = make(None, experiment=None)
     run_id = tracker.start({}, {})
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     assert [run.info.run_id for run in runs_of(server.uri, "by environment")] == [run_id]
 
 
@@ -692,7 +720,7 @@ def test_what_cannot_be_is_said_at_the_start(server, make, uri, options, words):
     tracker = make(server.uri if uri == "server" else uri, **options)
     with pytest.raises(ConfigError, match=words):
         tracker.start({}, {})
-    tracker.finish("FAILED", summary={}, artifacts={}, timeout_s=5.0)
+    tracker.finish("FAILED", summary={}, artifacts=dict, timeout_s=5.0)
 
 
 def test_a_sqlite_file_that_cannot_be_made_is_said_at_once(make):
@@ -703,7 +731,7 @@ def test_a_sqlite_file_that_cannot_be_made_is_said_at_once(make):
 def test_deleted_experiment_and_run(server, make):
     tracker = make(server.uri)
     run_id = tracker.start({}, {})
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     MlflowClient(server.uri).delete_run(run_id)
     with pytest.raises(ConfigError, match="deleted"):
         make(server.uri, run_id=run_id).start({}, {})
@@ -721,7 +749,7 @@ def test_a_server_that_is_away_is_named_when_a_run_is_looked_for(black_hole):
 def test_passwords_are_not_shown(make):
     tracker = make("http://me:hush@127.0.0.1:9")
     assert tracker.start({"uri": "http://me:hush@h/x"}, {}) == ""
-    tracker.finish("FAILED", summary={}, artifacts={}, timeout_s=2.0)
+    tracker.finish("FAILED", summary={}, artifacts=dict, timeout_s=2.0)
     assert "hush" not in " ".join([*tracker.said, tracker.uri])
     assert "hush" not in (Path("spool") / SPOOL).read_text()
     assert (Path("spool") / "tracking.json").stat().st_mode & 0o077 == 0
@@ -742,7 +770,7 @@ def _one_driver(uri, folder, number, results):
         spool_dir=f"{folder}/{number}",
     )
     results.put(tracker.start({"number": number}, {}))
-    tracker.finish("FINISHED", summary={}, artifacts={})
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
 
 
 @pytest.mark.parametrize(("fresh", "count"), [(False, 4), (True, 4)])

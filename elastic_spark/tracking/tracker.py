@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,8 @@ _log = logging.getLogger("elastic_spark.tracking")
 class _Ending:
     status: str
     summary: Mapping[str, Any]
-    artifacts: Mapping[str, str]
     made_with: Mapping[str, str]
     at: float
-    deadline: float
     timeout_s: float
 
 
@@ -105,6 +104,8 @@ class Tracker:
         self._disk_at = 0.0
         self._fatal: ConfigError | None = None
         self._ending: _Ending | None = None
+        self._told = threading.Event()
+        self._files: Future[Mapping[str, str]] = Future()
         self._left = False
         self._wake = threading.Event()
         self._imported = threading.Event()
@@ -171,27 +172,37 @@ class Tracker:
         status: str,
         *,
         summary: Mapping[str, Any],
-        artifacts: Mapping[str, str],
+        artifacts: Callable[[], Mapping[str, str]],
         made_with: Mapping[str, str] | None = None,
         timeout_s: float = 30,
     ) -> None:
-        """Delivers what waits, then status, verdict and ``artifacts`` (artifact path -> local file).
+        """Delivers what waits, then verdict and status, then the files of ``artifacts()``: artifact path -> local file.
+        They are asked for when the status is told, or its time is over.
 
         ``made_with`` is named at the end of the description: versions, the command.
 
-        Returns within ``timeout_s`` seconds whatever MLflow does. What could not be delivered stays in ``spool_dir``,
-        is said, and can be sent with `replay`.
+        Returns within ``timeout_s`` seconds, beside those that ``artifacts`` takes, whatever MLflow does. What could
+        not be delivered stays in ``spool_dir``, is said, and can be sent with `replay`.
         """
         if self._thread is None or self._ending is not None:
             return
-        deadline, made_with = time.monotonic() + 0.9 * timeout_s, made_with or {}
-        self._store.deadline = deadline
+        end = time.monotonic() + timeout_s
+        self._store.deadline = end - 0.1 * timeout_s
         if not self._left:
-            self._ending = _Ending(status, summary, artifacts, made_with, time.time(), deadline, timeout_s)
+            self._ending = _Ending(status, summary, made_with or {}, time.time(), timeout_s)
         self._wake.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():  # stuck where nothing should be: what it holds in memory is not on disk
-            self._warn("the tracking thread did not end in time")
+        self._told.wait(timeout_s)
+        begin, files = time.monotonic(), dict[str, str]()
+        try:
+            if self._thread.is_alive() and not self._left:
+                files.update(artifacts())
+        finally:
+            took = time.monotonic() - begin
+            self._store.deadline += took
+            self._files.set_result(files)
+            self._thread.join(max(0.0, end + took - time.monotonic()))
+            if self._thread.is_alive():  # stuck where nothing should be: what it holds in memory is not on disk
+                self._warn("the tracking thread did not end in time")
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +222,7 @@ class Tracker:
             _log.exception("tracking failed")
             self._warn(f"tracking failed and is off from here on: {type(error).__name__}: {error}")
         finally:
+            self._told.set()
             self._keep()
             self._first_try.set()
 
@@ -221,15 +233,23 @@ class Tracker:
         if ending is None:
             self._deliver()
             return False
-        records = self._end_records(ending)
-        self._pending += records
-        while True:
+        self._pending += self._end_records(ending)
+        self._insist(ending)
+        self._told.set()
+        files = self._files.result()
+        self._pending += [{"kind": "artifact", "path": path, "local": local} for path, local in files.items()]
+        self._insist(ending)
+        return True
+
+    def _insist(self, ending: _Ending) -> None:
+        """Delivers what waits, until that is done or the time is over."""
+        while not self._left:
             self._next_try = 0.0
             if self._deliver():
-                return True
+                return
             long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
-            if (long_away and not self._store.answers()) or ending.deadline - time.monotonic() < 0.5:
-                return True
+            if (long_away and not self._store.answers()) or self._store.deadline - time.monotonic() < 0.5:
+                return
             time.sleep(0.2)
 
     def _collect(self) -> None:
@@ -261,7 +281,7 @@ class Tracker:
                 self._gone(self._store.why)
                 return False
         self._heartbeat()
-        while self._pending:
+        while self._pending and not self._left:
             part = self._pending[:MOST_RECORDS]
             done = self._store.send(part, again=self._again)
             del self._pending[:done]
@@ -342,15 +362,14 @@ class Tracker:
             self._pending.append({"kind": "tag", "key": "elastic.heartbeat_unix", "value": f"{time.time():.3f}"})
 
     def _end_records(self, ending: _Ending) -> list[Record]:
-        """Verdict and status first, then files: a file that cannot be sent does not leave the run RUNNING."""
+        """Verdict and status; files follow: one that cannot be made or sent does not leave the run RUNNING."""
         records: list[Record] = []
         if ending.summary:
             step, at_ms = self._recorder.newest_step, round(ending.at * 1000)
             records += summary_records(ending.summary, ending.made_with, step, at_ms)
         if not self._foreign:
             records.append({"kind": "end", "status": ending.status, "at_ms": round(ending.at * 1000)})
-        files = [{"kind": "artifact", "path": path, "local": str(local)} for path, local in ending.artifacts.items()]
-        return records + files
+        return records
 
     def _keep(self) -> None:
         """Puts to disk what was not delivered, and says so."""

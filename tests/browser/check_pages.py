@@ -286,7 +286,8 @@ def test_the_run_in_mlflow_tells_the_verdict(
     run_id = tracker.start({"num_proc": 4}, {})
     for event in log:
         tracker.publish(event)
-    tracker.finish("FINISHED", summary=summarise(log), artifacts={"elastic/report.html": str(tmp_path / "report.html")})
+    files = {"elastic/report.html": str(tmp_path / "report.html")}
+    tracker.finish("FINISHED", summary=summarise(log), artifacts=lambda: files)
     size(browser, 1400, 1600)
     link = f"{server}/#/experiments/{tracker.experiment_id}/runs/{run_id}"
     browser.get(link)
