@@ -357,6 +357,32 @@ def test_the_time_that_files_take_to_be_made_is_not_that_of_mlflow(server, make)
     assert (artifacts_of(server.uri, run_id), tracker.said) == (["elastic/events.jsonl"], [])
 
 
+def test_a_defect_costs_a_turn_and_not_the_end(make, tmp_path, database):
+    tracker = make(f"sqlite:///{shutil.copy(database, tmp_path / 'local.db')}")
+    run_id = tracker.start({}, {})
+    tracker.publish(ev.MetricsReported(at=1e9, step=1, values=None))
+    wait_until(lambda: tracker.said)
+    for step in (2, 3):
+        tracker.publish(loss(step))
+    tracker.publish(ev.MetricsReported(at=1e9, step=1, values=None))
+    tracker.finish("FINISHED", summary=summarise([]), artifacts=dict)
+    assert points(tracker.uri, run_id, "loss") == [(2, 1.0), (3, 1.5)]
+    assert run_of(tracker.uri, run_id).info.status == "FINISHED"
+    assert [text[:29] for text in tracker.said] == ["tracking failed, and goes on:"]
+
+
+def test_the_end_goes_past_what_cannot_be_sent(make, tmp_path, database):
+    tracker = make(f"sqlite:///{shutil.copy(database, tmp_path / 'local.db')}")
+    run_id = tracker.start({}, {})
+    tracker._pending.append({"of no": "kind"})
+    wait_until(lambda: any("KeyError" in text for text in tracker.said))
+    tracker.publish(loss(1))
+    tracker.finish("FAILED", summary=summarise([]), artifacts=dict, timeout_s=20.0)
+    assert run_of(tracker.uri, run_id).info.status == "FAILED"
+    kept = [json.loads(line) for line in (tmp_path / "spool" / SPOOL).read_text().splitlines()]
+    assert [r["step"] for r in kept if r.get("key") == "loss"] == [1]
+
+
 # --- resume and neighbours --------------------------------------------------------------------------------------------
 
 

@@ -8,9 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,45 +209,64 @@ class Tracker:
 
     def _main(self) -> None:
         try:
-            try:
-                import mlflow  # noqa: F401  # seconds on a busy machine, which are not the store's
-            finally:
-                self._imported.set()
-            self._open()
-            self._recorder = Recorder(max(self._store.newest_step, _newest_step(self._spool)))
+            self._careful(self._begin)
+            self._imported.set()
             self._first_try.set()
-            while self._fatal is None and not self._left and not self._turn():
-                self._wake.wait(0.3 if self._ending else PERIOD_S)
+            while self._ending is None and self._fatal is None and not self._left:
+                self._careful(self._turn)
+                self._wake.wait(PERIOD_S)
                 self._wake.clear()
-        except Exception as error:  # the job must not end for this, and must not lose what it has
-            _log.exception("tracking failed")
-            self._warn(f"tracking failed and is off from here on: {type(error).__name__}: {error}")
+            if self._ending is not None and self._fatal is None:
+                self._end(self._ending)
         finally:
             self._told.set()
-            self._keep()
-            self._first_try.set()
+            self._careful(self._keep)
+
+    def _careful(self, work: Callable[[], object]) -> bool | None:
+        """Whether ``work()`` says so; None where it raised: a defect, which costs neither the job nor the run's end."""
+        try:
+            return bool(work())
+        except Exception as error:
+            text = f"tracking failed, and goes on: {type(error).__name__}: {error}"
+            if text not in self._said:
+                _log.exception("tracking failed")
+            self._warn(text)
+            return None
+
+    def _begin(self) -> None:
+        try:
+            import mlflow  # noqa: F401  # seconds on a busy machine, which are not the store's
+        finally:
+            self._imported.set()
+        self._open()
+        self._recorder = Recorder(max(self._store.newest_step, _newest_step(self._spool)))
 
     def _turn(self) -> bool:
-        """One round; True when the end is told, or its time is over."""
-        ending = self._ending
         self._collect()
-        if ending is None:
-            self._deliver()
-            return False
-        self._pending += self._end_records(ending)
-        self._insist(ending)
+        return self._deliver()
+
+    def _end(self, ending: _Ending) -> None:
+        """Whatever waits, verdict and status, then the files."""
+        while self._careful(self._collect) is None and self._events:
+            pass
+        end = self._end_records(ending)
+        self._pending += end
+        self._insist(ending, end)
         self._told.set()
         files = self._files.result()
         self._pending += [{"kind": "artifact", "path": path, "local": local} for path, local in files.items()]
         self._insist(ending)
-        return True
 
-    def _insist(self, ending: _Ending) -> None:
-        """Delivers what waits, until that is done or the time is over."""
+    def _insist(self, ending: _Ending, end: Sequence[Record] = ()) -> None:
+        """Delivers what waits, until that is done or the time is over. Where it cannot be, ``end`` goes past it."""
         while not self._left:
             self._next_try = 0.0
-            if self._deliver():
+            delivered = self._careful(self._deliver)
+            if delivered:
                 return
+            if delivered is None and end and self._store.run_id is not None:
+                done = self._careful(partial(self._store.send, end, again=True))
+                end = () if done else end
             long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
             if (long_away and not self._store.answers()) or self._store.deadline - time.monotonic() < 0.5:
                 return
@@ -365,8 +385,8 @@ class Tracker:
         """Verdict and status; files follow: one that cannot be made or sent does not leave the run RUNNING."""
         records: list[Record] = []
         if ending.summary:
-            step, at_ms = self._recorder.newest_step, round(ending.at * 1000)
-            records += summary_records(ending.summary, ending.made_with, step, at_ms)
+            about = ending.summary, ending.made_with, self._recorder.newest_step, round(ending.at * 1000)
+            self._careful(lambda: records.extend(summary_records(*about)))
         if not self._foreign:
             records.append({"kind": "end", "status": ending.status, "at_ms": round(ending.at * 1000)})
         return records
