@@ -106,6 +106,14 @@ class Run:
         if self.tracker is not None and taker.run_id and taker.run_id == (self.tracker.run_id or self.record.run_id):
             self.tracker.leave()
 
+    def _may_tell(self) -> bool:
+        """Whether it is known whose the job is; where it is another driver's, its run is left to that one first."""
+        if not self.job_file.knows():
+            return False
+        if self.job_file.lost:
+            self._leave_to_the_taker()
+        return True
+
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
         """Hold the job's name; say at the end how it ended."""
@@ -204,6 +212,7 @@ class Run:
             spool_dir=str(self.work / "spool"),
             run_id=self.run_id or None,
             on_run=self.job_file.set_run,
+            may_tell=self._may_tell,
         )
 
     def _read_the_past(self, path: Path, newest: Checkpoint | None, summary: Summary, tracker: Tracker | None) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 import urllib.request
+from functools import partialmethod
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,6 +30,8 @@ from elastic_spark.driver.jobfile import JobFile
 from elastic_spark.driver.journal import Journal
 from elastic_spark.errors import JobCancelled, JobHeld
 from elastic_spark.outlet import Outlet
+from elastic_spark.tracking import Tracker, replay
+from elastic_spark.tracking.left import SPOOL
 from elastic_spark.tracking.store import Store
 
 pytestmark = pytest.mark.timeout(119, func_only=True)
@@ -59,6 +62,12 @@ class Bench:
         with self.run.reserved():
             return self.run.train()
 
+    def take(self, **how):
+        """Another driver takes the job, while this one is as one that is suspended."""
+        with pytest.MonkeyPatch.context() as patch, self.run.job_file._writing:
+            patch.setattr(jobfile, "STALE_S", 0.3)
+            return self.other.claim(**how)
+
     def tracked(self):
         client = MlflowClient(self.uri)
         experiment = client.get_experiment_by_name("conduct")
@@ -67,19 +76,15 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path, database, monkeypatch):
-    monkeypatch.setattr(jobfile, "STALE_S", 0.3)
-    monkeypatch.setattr(jobfile, "RENEW_S", 1_000.0)  # no renewal, unless a test says when
     return Bench(tmp_path, database, monkeypatch)
 
 
 @pytest.mark.parametrize("noticed", [True, False])
 def test_the_run_of_a_driver_that_lost_the_job_is_the_new_ones(bench, monkeypatch, noticed):
-    if noticed:
-        monkeypatch.setattr(jobfile, "RENEW_S", 0.2)
+    monkeypatch.setattr(jobfile, "RENEW_S", 0.2 if noticed else 1_000.0)
 
     def end(journal):
-        with bench.run.job_file._writing:  # as one that is suspended
-            record, resumed = bench.other.claim()
+        record, resumed = bench.take()
         assert (record.run_id, resumed) == (bench.run.run_id, True)
         limit = time.monotonic() + 30.0
         while noticed and not bench.faults:
@@ -101,9 +106,11 @@ def test_the_run_of_a_driver_that_lost_the_job_is_the_new_ones(bench, monkeypatc
     bench.other.release("FINISHED")
 
 
-def test_a_driver_that_stood_still_asks_whose_the_job_is_before_it_tells_anything(bench):
+def test_a_driver_that_stood_still_asks_whose_the_job_is_before_it_tells_anything(bench, monkeypatch):
+    monkeypatch.setattr(jobfile, "RENEW_S", 1_000.0)
+
     def end(journal):
-        bench.other.claim()
+        bench.take()
         journal._beat_at = (time.monotonic() - 20.0, time.time() - 20.0)
         journal.append(ev.MetricsReported(at=time.time(), step=1, values={"loss": 1.0}))
         return core.Ended("FAILED", "the job was taken over", "JobHeld")
@@ -117,11 +124,58 @@ def test_a_driver_that_stood_still_asks_whose_the_job_is_before_it_tells_anythin
     bench.other.release("FINISHED")
 
 
+def test_what_was_not_told_before_a_stand_still_waits_until_it_is_known_whose_the_job_is(bench, monkeypatch):
+    """The tracking thread wakes as early as the one that renews."""
+    monkeypatch.setattr(jobfile, "RENEW_S", 1_000.0)
+    spool = bench.run.work / "spool" / SPOOL
+
+    def end(journal):
+        bench.take()
+        bench.run.job_file._renewed = (time.monotonic() - 20.0, time.time() - 20.0)
+        bench.run.tracker.publish(ev.MetricsReported(at=time.time(), step=1, values={"loss": 1.0}))
+        limit = time.monotonic() + 60.0
+        while not (spool.exists() and '"loss"' in spool.read_text()):
+            assert time.monotonic() < limit, "it did not wait"
+            time.sleep(0.05)
+        return core.Ended("FAILED", "the job was taken over", "JobHeld")
+
+    with pytest.raises(JobHeld):
+        bench.train(end)
+    (run,) = bench.tracked()
+    assert (run.info.status, run.data.metrics) == ("RUNNING", {})
+    bench.other.release("FINISHED")
+
+
+def test_a_driver_that_cannot_ask_whose_the_job_is_keeps_its_end(bench, monkeypatch, caplog):
+    monkeypatch.setattr(jobfile, "RENEW_S", 0.1)
+    monkeypatch.setattr(jobfile, "RELEASE_S", 0.1)
+    monkeypatch.setattr(Tracker, "finish", partialmethod(Tracker.finish, timeout_s=6.0))
+    folder, aside = Path(bench.run.store_uri), bench.run.work / "aside"
+
+    def end(journal):
+        with bench.run.job_file._writing:
+            folder.rename(aside)
+            folder.touch()  # in its place: nothing can be listed or made there
+        bench.run.job_file._renewed = (time.monotonic() - 20.0, time.time() - 20.0)
+        journal.append(ev.MetricsReported(at=time.time(), step=1, values={"loss": 1.0}))
+        return core.Ended("FINISHED")
+
+    bench.train(end)
+    bench.run.tracker._thread.join(60.0)
+    (run,) = bench.tracked()
+    assert (run.info.status, run.data.metrics) == ("RUNNING", {})
+    assert "unknown whether another driver has the job" in caplog.text
+    assert "To send them: elastic_spark.tracking.replay(" in caplog.text
+    replay(str(bench.run.work / "spool"))
+    (run,) = bench.tracked()
+    assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", 1.0)
+
+
 def test_a_run_of_its_own_ends_with_the_driver_that_lost_the_job(bench):
     """Of two drivers that begin at once, each has made a run."""
 
     def end(journal):
-        bench.other.claim(run_id="0" * 32)
+        bench.take(run_id="0" * 32)
         return core.Ended("FAILED", "the job was taken over", "JobHeld")
 
     with pytest.raises(JobHeld):
@@ -132,7 +186,7 @@ def test_a_run_of_its_own_ends_with_the_driver_that_lost_the_job(bench):
 
 def test_a_job_that_is_lost_before_it_trains_touches_no_run(bench, monkeypatch):
     nothing = conduct.Datasets({}, {})
-    monkeypatch.setattr(conduct.Datasets, "freeze", lambda *_: (bench.other.claim(), nothing)[1])
+    monkeypatch.setattr(conduct.Datasets, "freeze", lambda *_: (bench.take(), nothing)[1])
     with pytest.raises(JobHeld, match="was taken over by process"):
         bench.train(lambda journal: core.Ended("FINISHED"))
     assert bench.tracked() == []

@@ -88,6 +88,46 @@ def test_a_driver_that_lost_the_job_leaves_it_to_the_new_holder(
     assert stored().status == "FINISHED"
 
 
+def test_a_driver_knows_whose_the_job_is_while_it_can_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobfile, "STALE_S", 1.0)
+    monkeypatch.setattr(jobfile, "RENEW_S", 0.05)
+    folder, aside = tmp_path / "job", tmp_path / "aside"
+    file, other = JobFile(str(folder), lambda why: None), JobFile(str(folder), lambda why: None)
+    assert not file.knows()
+    file.claim()
+    wait_until(file.knows)
+    with file._writing:
+        folder.rename(aside)
+        folder.touch()  # in its place: nothing can be listed or made there
+    wait_until(lambda: not file.knows())
+    with file._writing:
+        folder.unlink()
+        aside.rename(folder)
+    wait_until(file.knows)
+    with file._writing:  # as one that is suspended
+        wait_until(lambda: not file.knows())
+        other.claim()
+        assert (file.knows(), file.lost) == (False, False)
+    wait_until(lambda: file.lost)
+    assert file.knows()
+    other.release("FINISHED")
+
+
+@pytest.mark.parametrize("clock", [0, 1])
+def test_either_clock_says_that_a_driver_stood_still(
+    clock: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobfile, "RENEW_S", 1_000.0)
+    file = JobFile(str(tmp_path / "job"), lambda why: None)
+    file.claim()
+    assert file.knows()
+    file._renewed = tuple(at - 20.0 * (number == clock) for number, at in enumerate(file._renewed))
+    assert not file.knows()
+    file.set_run("one")
+    assert file.knows()
+    file.release("FINISHED")
+
+
 def test_storage_that_hangs_at_the_end_costs_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobfile, "RELEASE_S", 0.3)
     monkeypatch.setattr(jobfile, "LOOK_S", 0.3)

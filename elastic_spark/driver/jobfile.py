@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -69,6 +70,7 @@ class JobFile:
         self._record = JobRecord(job_id="")
         self._taker: JobRecord | None = None
         self._version = 0
+        self._renewed = (-math.inf, -math.inf)  # by the monotonic and by the wall clock
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
@@ -95,6 +97,18 @@ class JobFile:
             with contextlib.suppress(StorageFailed):
                 _within(LOOK_S, self._look)
         return self._taker
+
+    @property
+    def lost(self) -> bool:
+        """Whether another driver is known to have taken the job."""
+        return self._taker is not None
+
+    def knows(self) -> bool:
+        """Whether this driver knows whose the job is, without asking: it has lost it, or has renewed it within
+        `STALE_S`, so that nobody may have taken it. Not when this process has stood still for longer, or while the
+        storage takes no renewal."""
+        monotonic, wall = self._renewed
+        return self._taker is not None or max(time.monotonic() - monotonic, time.time() - wall) < STALE_S
 
     def require(self) -> None:
         """Raises JobHeld where another driver has taken the job from this one, StorageFailed where that cannot be told.
@@ -184,11 +198,13 @@ class JobFile:
             return self._taker
 
     def _write(self) -> None:
+        now = time.monotonic(), time.time()
         before = self._versions()
         self._version = max([self._version, *before]) + 1
-        body = asdict(replace(self._record, renewed_unix=time.time()))
+        body = asdict(replace(self._record, renewed_unix=now[1]))
         with self._storage.create(_name(self._version)) as sink:
             sink.write(memoryview(json.dumps(body, indent=1).encode()))
+        self._renewed = now
         for version in before:
             self._storage.remove(_name(version))
 

@@ -52,6 +52,8 @@ class Tracker:
         spool_dir: a directory on the driver for what waits while MLflow is away.
         run_id: a run to go on with.
         on_run: called with the run's id as soon as there is one, which may be late, and from another thread.
+        may_tell: asked from another thread before anything is sent: False while it is unknown whether the run is still
+            this driver's. What is to be told waits then, as while MLflow is away.
         warn: called from other threads with each new warning, in words; default: the module's logger.
         spool_limit_bytes: what may wait; beyond it metrics are cut, and that is said.
 
@@ -70,6 +72,7 @@ class Tracker:
         spool_dir: str,
         run_id: str | None = None,
         on_run: Callable[[str], None] | None = None,
+        may_tell: Callable[[], bool] = lambda: True,
         warn: Callable[[str], None] | None = None,
         spool_limit_bytes: int = 64 << 20,
     ) -> None:
@@ -88,11 +91,13 @@ class Tracker:
             "tags": {},
         }
         self._on_run = on_run or (lambda run_id: None)
+        self._may_tell = may_tell
         self._say = warn or _log.warning
         self._said: set[str] = set()
         self._dir = Path(spool_dir)
         self._store = Store(meta, self._warn)
         self._spool = open_spool(self._dir, run_id, spool_limit_bytes, self._warn)
+        self._waits = f"training goes on, records wait in {self._spool.path}"
         self._recorder = Recorder()
         self._events: deque[ev.Event] = deque()
         self._dropped = 0
@@ -264,7 +269,7 @@ class Tracker:
             delivered = self._careful(self._deliver)
             if delivered:
                 return
-            if delivered is None and end and self._store.run_id is not None:
+            if delivered is None and end and self._store.run_id is not None and self._may_send():
                 done = self._careful(partial(self._store.send, end, again=True))
                 end = () if done else end
             long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
@@ -284,12 +289,16 @@ class Tracker:
 
     def _deliver(self) -> bool:
         """Sends what waits, oldest first; True when nothing waits any more. While the store is away it goes to disk."""
+        if not self._may_send():
+            return False
         if time.monotonic() < self._next_try or (self._away_since is not None and not self._store.answers()):
             self._gone(self._store.why or "no answer")
             return False
         if not self._open():
             return False
-        while self._spool and not self._left:
+        while self._spool:
+            if not self._may_send():
+                return False
             read = self._spool.read(MOST_RECORDS)
             records = [record for record, _ in read]
             if self._ending is None:  # the end of an earlier driver is not the end of the run
@@ -301,7 +310,9 @@ class Tracker:
                 self._gone(self._store.why)
                 return False
         self._heartbeat()
-        while self._pending and not self._left:
+        while self._pending:
+            if not self._may_send():
+                return False
             part = self._pending[:MOST_RECORDS]
             done = self._store.send(part, again=self._again)
             del self._pending[:done]
@@ -311,6 +322,14 @@ class Tracker:
                 return False
         self._back()
         return True
+
+    def _may_send(self) -> bool:
+        """Whether the run is known to be this driver's; while it is not, what waits goes to disk."""
+        if self._left or self._may_tell():  # which may `leave`
+            return not self._left
+        self._warn(f"it is unknown whether another driver has the job: {self._waits}")
+        self._spool_pending()
+        return False
 
     def _open(self) -> bool:
         """Whether there is a run; made now if need be."""
@@ -345,17 +364,15 @@ class Tracker:
         now = time.monotonic()
         if self._away_since is None:
             self._away_since = now
-            self._warn(
-                f"MLflow at {self.uri} is away ({why[:200]}); training goes on, records wait in {self._spool.path}"
-            )
+            self._warn(f"MLflow at {self.uri} is away ({why[:200]}); {self._waits}")
         if now >= self._next_try:
             self._next_try = now + self._break
             self._break = min(LONGEST_BREAK_S, 2 * self._break)
         self._spool_pending()
 
     def _back(self) -> None:
+        self._said = {text for text in self._said if not text.endswith(self._waits)}
         if self._away_since is not None:
-            self._said = {text for text in self._said if " is away (" not in text}
             _log.info("MLflow at %s answers again after %.0f s", self.uri, time.monotonic() - self._away_since)
         self._away_since, self._break, self._again = None, 0.5, False
 
@@ -404,7 +421,7 @@ class Tracker:
             self._save_meta()
             cut = f" ({self._spool.cut} points of metrics were cut)" if self._spool.cut else ""
             self._warn(
-                f"MLflow at {self.uri} did not take everything in time: {self._spool.waiting_bytes} bytes of records "
+                f"MLflow at {self.uri} was not told everything in time: {self._spool.waiting_bytes} bytes of records "
                 f"are kept in {self._spool.path}{cut}. To send them: elastic_spark.tracking.replay({str(self._dir)!r})"
             )
 
