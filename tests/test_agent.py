@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from elastic_spark.agent.forkserver import Forked, ForkServer, Interpreter, Started
-from elastic_spark.agent.main import Launch, places
+from elastic_spark.agent.main import Launch, places, run_agent
 from elastic_spark.agent.process import MARK, sweep, worker_environment
+from elastic_spark.errors import ProtocolError
+from elastic_spark.transport import Connection, Server
 
 LIMIT_S = 90.0
 MEMORY = os.memfd_create("now"), os.memfd_create("before")
@@ -159,3 +163,62 @@ def test_a_guard_kills_a_stopped_group_when_its_owner_is_killed():
         group.kill()
         owner.kill()
         owner.wait()
+
+
+class Driver:
+    """One that has a worker started, and when it has, ends the agent: by a word, or by going."""
+
+    def __init__(self, *, tells: bool) -> None:
+        self._tells = tells
+        self._loop = asyncio.new_event_loop()
+        calls = {"opened": self._opened, "received": self._received, "closed": lambda _: None}
+        self._server = Server("127.0.0.1", b"k" * 32, **calls)
+        self.address = self._loop.run_until_complete(self._server.start())
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def _opened(self, connection: Connection) -> None:
+        connection.send({"type": "spawn", "worker": "w1"})
+
+    def _received(self, connection: Connection, message: dict, _blob: bytes) -> None:
+        if message["type"] == "spawned" and self._tells:
+            connection.send({"type": "stop", "reason": "all is done"})
+        elif message["type"] == "spawned":
+            connection.close()
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(LIMIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
+
+
+def snapshots() -> list[str]:
+    """The memory for snapshots that this process holds."""
+    names = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            names.append(os.readlink(entry))
+        except OSError:
+            continue
+    return [name for name in names if name.startswith("/memfd:elastic_spark ")]
+
+
+@pytest.mark.parametrize("end", ["a word", "the driver goes", "Spark ends the task"])
+def test_an_agent_that_has_stopped_leaves_no_memory_in_the_process_which_spark_keeps(end):
+    driver = Driver(tells=end != "the driver goes")
+    launch = Launch(f"test-{os.getpid()}-memory", driver.address, b"k" * 32, b"", {}, {"ELASTIC_SPARK_FORK": "0"})
+    before = snapshots()
+    try:
+        for attempt in range(2):
+            task = run_agent(launch, 0, attempt, {})
+            if end == "the driver goes":
+                with pytest.raises(ProtocolError):
+                    next(task)
+            else:
+                assert next(task) == "all is done"
+                assert len(snapshots()) == len(before) + 2
+                task.close() if end == "Spark ends the task" else list(task)
+            assert snapshots() == before
+    finally:
+        driver.close()

@@ -68,11 +68,12 @@ def run_agent(launch: Launch, slot: int, attempt: int, resources: dict[str, list
     channel = Channel.connect(launch.address, launch.key, hello)
     place, mark = places(launch, slot)
     sweep(place)  # what a killed attempt of this same slot, or a driver before, may have left on this machine
-    agent = _Agent(launch, channel, resources, mark)
-    try:
-        yield agent.serve()
-    finally:
-        agent.stop()
+    with contextlib.closing(_Memory()) as memory:  # Spark may keep this process, and start an agent in it again
+        agent = _Agent(launch, channel, resources, mark, memory)
+        try:
+            yield agent.serve()
+        finally:
+            agent.stop()
 
 
 def places(launch: Launch, slot: int) -> tuple[str, str]:
@@ -82,14 +83,15 @@ def places(launch: Launch, slot: int) -> tuple[str, str]:
 
 
 class _Agent:
-    def __init__(self, launch: Launch, channel: Channel, resources: dict[str, list[str]], mark: str) -> None:
-        self._launch, self._channel, self._mark = launch, channel, mark
+    def __init__(
+        self, launch: Launch, channel: Channel, resources: dict[str, list[str]], mark: str, memory: _Memory
+    ) -> None:
+        self._launch, self._channel, self._mark, self._memory = launch, channel, mark, memory
         env = {**worker_environment(), **launch.env}
         if "gpu" in resources:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(resources["gpu"])
         self._forks = ForkServer(env, (MARK, mark), refused=_why_not_fork(launch, resources))
         self._awaited: set[str] = set()
-        self._memory = _Memory()
         self._processes: dict[int, WorkerProcess] = {}
         self._ticks: dict[str, int | None] = {}
         self._watch = Watch(launch.notices, self._report_notice, self._report_trouble) if launch.notices else None
@@ -196,12 +198,18 @@ class _Memory:
 
     def for_next(self) -> tuple[int, int]:
         """Descriptors for the next worker: its own memory, and its predecessor's; both stay this side's."""
+        fresh = os.memfd_create("elastic_spark")
         used = os.pread(self._now, 8, 0).strip(b"\0")
         os.close(self._before if used else self._now)
         if used:
             self._before = self._now
-        self._now = os.memfd_create("elastic_spark")
+        self._now = fresh
         return self._now, self._before
+
+    def close(self) -> None:
+        """Give it up, with what was left in it."""
+        os.close(self._now)
+        os.close(self._before)
 
 
 def _why_not_fork(launch: Launch, resources: dict[str, list[str]]) -> str | None:
