@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -509,6 +510,29 @@ def test_a_volume_is_written_front_to_back_without_rename(tmp_path):
     process.join()
     assert seen == [("open", name, 0) for name in ("state.safetensors", "meta.json", "manifest.json")]
     assert scratch == [], "nothing is left in scratch"
+
+
+def _write_half(root, scratch, connection):
+    """In a process of its own: a part that is never finished."""
+    with storage.SequentialStorage(root, scratch).create("a/b") as sink:
+        sink.write(memoryview(bytes(1 << 20)))
+        connection.send("half")
+        signal.pause()
+
+
+def test_a_writer_killed_in_the_middle_leaves_nothing_in_scratch(tmp_path):
+    scratch = tmp_path / "scratch"
+    here, there = multiprocessing.get_context("forkserver").Pipe()
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_write_half, args=(str(tmp_path / "Volumes"), str(scratch), there)
+    )
+    process.start()
+    there.close()
+    assert here.poll(100)
+    assert here.recv() == "half"
+    process.kill()
+    process.join()
+    assert os.listdir(scratch) == []
 
 
 def test_volume_paths_are_recognised():

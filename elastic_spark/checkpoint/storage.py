@@ -161,14 +161,15 @@ class SequentialStorage(LocalStorage):
         with self._failing("write", target):
             if self.scratch:
                 os.makedirs(self.scratch, exist_ok=True)
-            with tempfile.NamedTemporaryFile(prefix="elastic-spark-", dir=self.scratch) as staged:
+            with tempfile.TemporaryFile(dir=self.scratch) as staged:  # without a name: it ends with this process
                 yield staged
                 staged.flush()
                 os.fsync(staged.fileno())
+                staged.seek(0)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 try:
-                    with open(staged.name, "rb") as source, open(target, "wb") as file:
-                        shutil.copyfileobj(source, file, CHUNK)
+                    with open(target, "wb") as file:
+                        shutil.copyfileobj(staged, file, CHUNK)
                 except BaseException:
                     with contextlib.suppress(OSError):
                         os.unlink(target)
