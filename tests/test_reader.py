@@ -519,6 +519,35 @@ store.load(0)
         gc.collect()
 
 
+def test_a_stopped_process_that_holds_the_lock_costs_the_sharing_and_not_the_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rows_module, "LOCK_LIMIT_S", 0.2)
+    manifest, cache = make(tmp_path, [[500] * 2]), tmp_path / "cache"
+    cache.mkdir()
+    code = f"""
+import os, signal
+from pathlib import Path
+from elastic_spark.worker.rows import _locked
+with _locked(Path({str(cache)!r})):
+    print("locked", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        store = RowStore(manifest, str(cache))
+        assert not store.shared
+        store.load(1)
+        assert store.records.view(store.dtype)["y"][500:, 0].tolist() == list(range(500, 1000))
+        assert f"has held the lock of {cache} for 0.2 s" in capsys.readouterr().out
+        store.close()
+    finally:
+        holder.kill()
+        holder.wait()
+    store = RowStore(manifest, str(cache))
+    assert store.shared
+    store.close()
+
+
 def test_rows_in_memory_stay_for_the_next_reader(tmp_path):
     """A resize closes a reader and opens another: what it read needs not be read again."""
     manifest = make(tmp_path, [[100], [50, 60]])

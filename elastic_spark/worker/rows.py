@@ -19,7 +19,8 @@ goes first, and never one that is in use (its users hold a shared lock on it). A
 is full, and is given its size while the directory is locked, so that processes that come at the same time do not
 promise the same space to two data sets.
 
-A data set that does not fit, alone or beside those in use, is not shared: each worker keeps the row groups of its own
+A data set that does not fit, alone or beside those in use, is not shared, nor is one whose directory another process
+keeps locked, as it was stopped: each worker keeps the row groups of its own
 lanes, in an unnamed file that goes with the process, or in memory where no directory is given. A store of that kind is
 put by when its reader is closed, and taken up by the next reader of the same data: a resize closes and opens readers.
 """
@@ -34,6 +35,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +57,9 @@ KEEP_BYTES = 1 << 30
 
 #: Data sets of which a process keeps rows that no reader has open.
 MOST_PUT_BY = 4
+
+#: How long to wait for the lock on the directory, in seconds. It is held for a few calls.
+LOCK_LIMIT_S = 5.0
 
 _PAGE = 4096
 _SUFFIX = ".rows"
@@ -118,15 +123,22 @@ class RowStore:
         self.records = self._whole[self._data_at :].reshape(manifest.rows, self.dtype.itemsize)
 
     def _open(self, folder: Path) -> _Handle:
-        """A file of the right size: the shared one of this data set, or an unnamed one where that is too large."""
+        """A file of the right size: the shared one of this data set, or an unnamed one where that is too large or the
+        directory cannot be locked."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{self._manifest.digest[:40]}-{_boot_id()}{_SUFFIX}"
         if self._limit is None:
             self._limit = shutil.disk_usage(folder).free * 4 // 5 + sum(_size_on_disk(file) for file in _files(folder))
         handle = None
         if self._bytes <= self._limit:
-            with _locked(folder):
-                if _make_room(folder, self._limit - self._bytes, keep=path):
+            with _locked(folder) as alone:
+                if not alone:
+                    print(
+                        f"elastic_spark: another process has held the lock of {folder} for {LOCK_LIMIT_S:g} s: this "
+                        f"worker keeps rows of data set {self._manifest.name!r} of its own",
+                        flush=True,
+                    )
+                elif _make_room(folder, self._limit - self._bytes, keep=path):
                     handle = _open_shared(path)
                 if handle is not None and os.fstat(handle.fd).st_size < self._bytes:
                     os.ftruncate(handle.fd, self._bytes)
@@ -308,12 +320,23 @@ def _size_on_disk(file: Path) -> int:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Alone in the directory. Held for a few calls; a process that ends lets go of it."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Alone in the directory; False where it is not so within `LOCK_LIMIT_S`. Held for a few calls; a process that ends
+    lets go of it, one that is stopped does not."""
     handle = _Handle(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    fcntl.flock(handle.fd, fcntl.LOCK_EX)
-    yield
+    deadline = time.monotonic() + LOCK_LIMIT_S
+    while not (alone := _lock(handle)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield alone
     del handle
+
+
+def _lock(handle: _Handle) -> bool:
+    try:
+        fcntl.flock(handle.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _make_room(folder: Path, room: int, keep: Path) -> bool:
