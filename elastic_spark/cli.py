@@ -2,8 +2,8 @@
 
 Each command only reads its arguments, calls one function of the package and prints. Modules are imported inside the
 commands, so that ``hosts``, which Horovod may run every second, starts fast. A command ends with exit code 0, with 1
-and one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage. `run` and `resume` tell more apart, see
-`_EXIT_CODES`.
+and one line on stderr for an `ElasticSparkError`, or with 2 for wrong usage. `run`, `resume` and `report` tell
+more apart, see `_EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ def _exit_codes() -> Iterator[None]:
     "manifests",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="manifest.json of a data set: recompute the sequence of each finished epoch. Exit code 1 where it differs.",
+    help="manifest.json of a data set: recompute the sequence of each finished epoch. Exit code 1 where it differs, or "
+    "is not known from this log.",
 )
 def report(events: Path, html: Path | None, png: Path | None, manifests: tuple[Path, ...]) -> None:
     """Tell the story of a job from its event log EVENTS, finished or not."""
@@ -278,12 +279,13 @@ def report(events: Path, html: Path | None, png: Path | None, manifests: tuple[P
         if html is not None:
             html.write_text(render_html(log, f"elastic_spark: {events.name}"), encoding="utf-8")
         if png is not None:
-            render_png(log, png)
+            with _exit_codes():
+                render_png(log, png)
     except OSError as error:
         raise click.UsageError(f"the page cannot be written: {error}") from error
     with _exit_codes():
         frozen = [event for event in log if isinstance(event, DatasetFrozen)]
-        checks = check_digests(summary["epochs"], frozen, known)
+        checks = check_digests(summary["epochs"], frozen, known, whole=not damaged)
     for words, _ in checks:
         click.echo(words)
     if not all(good for _, good in checks):

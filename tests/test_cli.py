@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from elastic_spark import cli as cli_module
 from elastic_spark.build_horovod import BUILD_COMMAND
 from elastic_spark.cli import main
 from elastic_spark.config import JobConfig
@@ -103,7 +104,7 @@ def test_what_is_no_log_or_holds_no_checkpoint_is_told(tmp_path: Path) -> None:
 
 
 def test_a_report_says_what_it_could_not_read_or_write(tmp_path: Path) -> None:
-    """Exit code 1 is for a sequence that differs, and for nothing else."""
+    """Exit code 1 is for a sequence that differs or is not known, and for nothing else."""
     log, junk = tmp_path / "events.jsonl", tmp_path / "junk"
     told = ev.to_json(ev.Warned(at=1.0, message="m"))
     log.write_text(f'{told}\n{{"event": "OfANewerVersion"}}\n\n[1]\n{told[:20]}')
@@ -113,6 +114,20 @@ def test_a_report_says_what_it_could_not_read_or_write(tmp_path: Path) -> None:
     for words in (["--manifest", str(junk)], ["--manifest", str(log)], ["--html", str(tmp_path / "no" / "x.html")]):
         cli = CliRunner().invoke(main, ["report", str(log), *words])
         assert (cli.exit_code, type(cli.exception)) == (2, SystemExit), cli.output
+
+
+def test_a_picture_without_matplotlib_is_a_matter_of_the_surroundings(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(ev.to_json(ev.Warned(at=1.0, message="m")))
+    (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_spark.cli", "report", "events.jsonl", "--png", "x.png"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(cli_module.__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "Error: a picture needs matplotlib: pip install matplotlib\n")
 
 
 def test_every_option_has_a_flag() -> None:
@@ -129,22 +144,35 @@ def test_report_recomputes_the_sequence_from_a_manifest(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     other = Manifest.of("val", "/data", manifest.row_groups, [Column("y", "int64")])
     (tmp_path / "other.json").write_text(other.to_json())
+
+    def write(lines: list[ev.Event]) -> list[str]:
+        (tmp_path / "log.jsonl").write_text("".join(ev.to_json(event) + "\n" for event in lines))
+        return ["report", str(tmp_path / "log.jsonl"), "--manifest", f"{tmp_path}/manifest.json"]
+
     for wrong in (0, 1):
-        hashes = "".join(f"{plan.row_hash(0, offset) ^ wrong:016x}" for offset in range(3))
+        sums = [f"{plan.row_hash(0, offset) ^ wrong:016x}" for offset in range(3)]
         log = [
             ev.JobStarted(at=0.0, job_name="j", job_id="i", run_id="", **sizes),
             ev.DatasetFrozen(at=0.0, global_batch=16, steps_per_epoch=3, **frozen),
-            ev.StepsCommitted(
-                **{"at": 3.0, "generation": 1, "first_step": 1, "times": (1.0, 2.0, 3.0), "rows": 40},
-                **{"cursors": {"train": (0, 0)}, "hashes": {"train": hashes}},
+            *(
+                ev.StepsCommitted(
+                    **{"at": 3.0, "generation": 1, "first_step": offset + 1, "times": (offset + 1.0,), "rows": rows},
+                    **{"cursors": {"train": (0, offset)}, "hashes": {"train": sums[offset]}},
+                )
+                for offset, rows in enumerate((16, 16, 8))
             ),
         ]
-        (tmp_path / "log.jsonl").write_text("".join(ev.to_json(event) + "\n" for event in log))
-        arguments = ["report", str(tmp_path / "log.jsonl"), "--manifest", f"{tmp_path}/manifest.json"]
-        done = CliRunner().invoke(main, arguments)
+        done = CliRunner().invoke(main, write(log))
         assert done.exit_code == wrong, done.output
         assert done.output.splitlines()[-1].endswith("DIFFERENT" if wrong else "equal")
         assert "train, epoch 1: 40 once, 0 twice, 0 never, sequence " in done.output
+    for torn, verdict in (("", "DIFFERENT"), ('{"event": "StepsComm', "NOT KNOWN from this log")):
+        arguments = write(log[:3] + log[4:])  # without its second batch
+        with (tmp_path / "log.jsonl").open("a") as file:
+            file.write(torn)
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 1
+        assert done.stdout.splitlines()[-1].endswith(f": {verdict}")
     done = CliRunner().invoke(main, ["report", str(tmp_path / "log.jsonl"), "--manifest", f"{tmp_path}/other.json"])
     assert done.exit_code == 2
     assert "is of other data than this job's" in done.stderr

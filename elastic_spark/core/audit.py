@@ -107,10 +107,15 @@ def planned_digest(frozen: ev.DatasetFrozen, manifest: Manifest, epoch: int) -> 
 
 
 def check_digests(
-    epochs: Iterable[Mapping[str, Any]], frozen: Iterable[ev.DatasetFrozen], manifests: Iterable[Manifest]
+    epochs: Iterable[Mapping[str, Any]],
+    frozen: Iterable[ev.DatasetFrozen],
+    manifests: Iterable[Manifest],
+    *,
+    whole: bool = True,
 ) -> list[tuple[str, bool]]:
     """Whether the digest of each finished epoch of the data of these manifests is the planned one: in words, and as
-    such. ``epochs`` are those of a summary.
+    such. ``epochs`` are those of a summary. What is not known is not so: where no worker told what a batch held, or
+    where lines of the log are missing (``whole`` is False) and what is left is not the plan.
 
     Raises ConfigError for a manifest of data that is not among the ``frozen``.
     """
@@ -126,7 +131,7 @@ def check_digests(
         for epoch in (epoch for epoch in epochs if epoch["dataset"] in names and epoch["finished"]):
             planned = planned_digest(by_name[epoch["dataset"]], manifest, epoch["epoch"])
             told = epoch["digest"]
-            verdict = "equal" if told == planned else "DIFFERENT" if told else "NOT KNOWN from this log"
+            verdict = "equal" if told == planned else "DIFFERENT" if told and whole else "NOT KNOWN from this log"
             words = f"{epoch['dataset']}, epoch {epoch['epoch'] + 1}: sequence by plan {planned}: {verdict}"
             out.append((words, told == planned))
     return out

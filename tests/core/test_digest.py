@@ -143,6 +143,13 @@ def test_the_check_in_words() -> None:
     )
     without = [{**epoch, "digest": None} for epoch in epochs]
     assert check_digests(without, [frozen()], [MANIFEST])[0][0].endswith("NOT KNOWN from this log")
+    for digest, verdict in (
+        (None, "NOT KNOWN from this log"),
+        ("0", "NOT KNOWN from this log"),
+        (EXPECTED[0], "equal"),
+    ):
+        ((words, good),) = check_digests([{**epochs[0], "digest": digest}], [frozen()], [MANIFEST], whole=False)
+        assert (words.endswith(f": {verdict}"), good) == (True, verdict == "equal")
     assert check_digests([{**epoch, "finished": False} for epoch in epochs], [frozen()], [MANIFEST]) == []
     other = Manifest.of("val", "/data", MANIFEST.row_groups[:1], MANIFEST.columns)
     with pytest.raises(ConfigError, match=r"'val', \w{16}, is of other data than this job's: train \w{16}"):
