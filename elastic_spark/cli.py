@@ -94,7 +94,7 @@ _EXIT_CODES = """\b
 Exit codes:
   0  finished
   1  failed, by an error of the function, of the data or of the job; `resume` goes on from the last checkpoint
-  2  wrong usage, configuration or surroundings: nothing was started, and another try ends the same
+  2  wrong usage, configuration or surroundings, seen before the job or in the middle of it: to be changed first
   3  not enough workers came in time: another try may do
   4  cancelled: Ctrl-C, SIGTERM, or the SparkContext was stopped"""
 
