@@ -64,6 +64,8 @@ def try_seed(seed: int, folder: Path, options: argparse.Namespace) -> str:
     }
     blows = schedule(seed, options.blows, options.machines, options.machines + 1)
     outcome = chaos(train, blows, options.machines, job, conf={}, say=lambda line: print(f"  {line}", flush=True))
+    if outcome.error is not None:
+        print(f"  {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())}")
     for promise, kept in outcome.promises.items():
         if not kept:
             print(f"  BROKEN: {promise}")

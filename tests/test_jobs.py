@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_spark.core import events as ev
+from elastic_spark.errors import NotEnoughWorkers
 from elastic_spark.testing import StandaloneCluster
+from elastic_spark.testing.chaos import Outcome
 from elastic_spark.testing.session import spark_home
-from jobs import demo, train_characters, train_flights
+from jobs import chaos, demo, train_characters, train_flights
 
 JOBS = Path(train_flights.__file__).parent
 TRAIN_ROWS, VAL_ROWS = 295_223, 32_123  # together the flights that arrived
@@ -73,6 +75,15 @@ def test_a_seed_that_cannot_be_tried_is_no_success(words):
     assert done.returncode == 2
     assert done.stderr.startswith("usage: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_job_that_never_began_says_why_in_full_and_in_one_line(tmp_path, monkeypatch, capsys):
+    error = NotEnoughWorkers("few:\n" + "a word " * 100 + "the end")
+    told = Outcome(due=1, error=error, promises={f"the job finished: {str(error)[:300]}": False})
+    monkeypatch.setattr(chaos, "chaos", lambda *_, **__: told)
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--seeds", "3", "--keep", str(tmp_path)])
+    assert chaos.main() == 1
+    assert f"\n  NotEnoughWorkers: few: {'a word ' * 100}the end\n" in f"\n{capsys.readouterr().out}"
 
 
 @pytest.mark.timeout(200)
