@@ -5,8 +5,15 @@ from __future__ import annotations
 import datetime
 import decimal
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +26,7 @@ from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.manifest import Column
 from elastic_spark.driver.freeze import freeze, load_manifest
 from elastic_spark.errors import ConfigError, DataError
+from elastic_spark.interrupts import Interrupts
 from elastic_spark.worker.data import LaneReader
 
 
@@ -191,6 +199,131 @@ def test_what_spark_wrote_is_used_as_it_is(spark, tmp_path):
 
 
 # ---- Parquet that exists
+
+
+LIMIT_S = 60.0
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+def begun(folder):
+    """What Spark writes there."""
+    return list(folder.glob("rows-*/_temporary/**/*.parquet"))
+
+
+def slow(session):
+    """A frame that takes an hour to compute. Its first rows come at once, so that Spark has something to write."""
+
+    def rows(_):
+        import time
+
+        for i in range(200_000):
+            time.sleep(0.02 if i >= 20_000 else 0)
+            yield (i, 0)
+
+    return session.createDataFrame(session.sparkContext.parallelize([0, 1], 2).mapPartitions(rows), "id long, x long")
+
+
+def runs(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def freeze_slowly(folder):
+    """The main program of a driver that will be killed."""
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1")
+    freeze(slow(builder.getOrCreate()), folder)
+
+
+def test_an_interrupted_freeze_ends_its_own_jobs_and_leaves_no_rows(spark, tmp_path):
+    context, done, ended = spark.sparkContext, tmp_path / "done", []
+
+    def another():
+        def wait(_, path=str(done)):
+            import os
+            import time
+
+            while not os.path.exists(path):
+                time.sleep(0.02)
+
+        context.parallelize([1], 1).map(wait).collect()
+        ended.append("well")
+
+    def interrupt():
+        wait_for(lambda: begun(tmp_path / "train"), "the write")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    context.setJobGroup("mine", "of the notebook")
+    context.addJobTag("my-tag")
+    threads = [threading.Thread(target=another), threading.Thread(target=interrupt)]
+    try:
+        threads[0].start()
+        others = wait_for(context.statusTracker().getActiveJobsIds, "the other job")
+        threads[1].start()
+        with pytest.raises(KeyboardInterrupt), Interrupts():
+            freeze(slow(spark), str(tmp_path))
+        assert context.statusTracker().getActiveJobsIds() == others
+        assert os.listdir(tmp_path / "train") == []
+        assert (context.getLocalProperty("spark.jobGroup.id"), set(context.getJobTags())) == ("mine", {"my-tag"})
+    finally:
+        done.touch()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(LIMIT_S)
+        context.clearJobTags()
+        context.setLocalProperty("spark.jobGroup.id", None)
+    assert ended == ["well"]
+    assert freeze(spark.range(5), str(tmp_path)).rows == 5
+
+
+def test_a_freeze_that_fails_in_spark_leaves_no_rows(spark, tmp_path):
+    fail = F.udf(lambda i: i // (i - 7), "long")
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        freeze(spark.range(10).select(fail("id").alias("id")), str(tmp_path))
+    assert os.listdir(tmp_path / "train") == []
+
+
+def test_rows_of_a_killed_driver_go_after_a_day_and_no_others(spark, tmp_path):
+    folder, day = tmp_path / "train", 24 * 3600
+    earlier = freeze(spark.range(3), str(tmp_path))
+    program = "import sys; import test_freeze; test_freeze.freeze_slowly(sys.argv[1])"
+    with open(tmp_path / "out", "wb") as out:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            cwd=Path(__file__).parent,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        wait_for(lambda: begun(folder) or driver.poll() is not None, "the write of another driver")
+        assert driver.poll() is None, (tmp_path / "out").read_text()
+        now = freeze(spark.range(4), str(tmp_path))
+        assert begun(folder), "what it writes now stays"
+    finally:
+        family = psutil.Process(driver.pid).children(recursive=True)
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+    wait_for(lambda: not any(map(runs, family)), "the end of its JVM")
+    (mark,) = folder.glob("*.writing")
+    of_killed = [mark, mark.with_suffix("")]
+    others = sorted(path for path in folder.iterdir() if path not in of_killed)
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - 2 * day,) * 2)
+    newest = begun(folder)[0]
+    os.utime(newest, (time.time() - day / 2,) * 2)
+    assert freeze(spark.range(4), str(tmp_path)) == now
+    assert sorted(folder.iterdir()) == sorted(others + of_killed), "half a day ago it was still written"
+    os.utime(newest, (time.time() - 2 * day,) * 2)
+    assert freeze(spark.range(4), str(tmp_path)) == now
+    assert sorted(folder.iterdir()) == others
+    assert sorted(read(earlier)["id"].tolist()) == [0, 1, 2]
 
 
 def write(path, columns, row_group_size=None):

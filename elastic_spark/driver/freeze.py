@@ -10,16 +10,21 @@ with a stamp, so that files that did not change are not read again. A DataFrame 
 its plan may stay while its files change, and its rows may come in another order each time. So Spark counts and hashes
 its rows, whatever their order, and where an earlier freeze of the same rows lies at ``uri``, that one is used: same
 order, same digest, nothing written. An earlier freeze of other rows is left where it is, because a job may be reading
-it; only the manifest is replaced.
+it; only the manifest is replaced. Rows that never came to a manifest, as the freeze failed or was interrupted, are
+removed; those of a driver that was killed, by a later freeze of the data set: a file beside them, their name with
+``.writing``, tells them from others.
 
 What becomes of the columns: see elastic_spark/parquet.py. Spark ML vectors become float32 lists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from elastic_spark.core.manifest import Column, Manifest, RowGroup, SourceFile
+from elastic_spark.driver.tagged import TaggedJobs
 from elastic_spark.errors import ConfigError, DataError
 from elastic_spark.parquet import Facts, Footer, column_of, local_path, read_footer, scan
 
@@ -41,8 +47,14 @@ ROWS_PER_GROUP = 65_536
 #: A string column with more distinct values is refused: its vocabulary travels to every worker.
 MOST_STRINGS = 100_000
 
+#: Rows that another driver may be writing are let be until nothing of them has changed for so long.
+LEFT_AFTER_S = 24 * 3600.0
+
+_WRITING = ".writing"
+
 #: Files read at a time. They wait for storage more than they compute.
 _THREADS = 8
+_log = logging.getLogger(__name__)
 
 Nulls = str | Mapping[str, Any]
 
@@ -260,29 +272,41 @@ def _freeze_frame(
     wanted = list(df.columns) if columns is None else list(columns)
     _check_names(name, wanted, df.columns)
     selected = df.select(*_selection(df, wanted, fill))
-    earlier = _earlier(folder)
+    jobs = TaggedJobs(df.sparkSession, "freeze")
+    return jobs.run(lambda: _write_frame(selected, folder, name, wanted, rows_per_group, jobs))
+
+
+def _write_frame(
+    selected: DataFrame, folder: str, name: str, wanted: Sequence[str], rows_per_group: int, jobs: TaggedJobs
+) -> Manifest:
+    _sweep(folder)
+    session, earlier = selected.sparkSession, _earlier(folder)
     if earlier is not None and [column.name for column in earlier.columns] == wanted and _exists(earlier):
         kept = {file.content.rpartition("/")[0] for file in earlier.files}
         if kept == {_fingerprint(selected)}:
             return earlier
     data = f"{folder}/rows-{uuid.uuid4().hex[:12]}"
     writer = selected.write.option("parquet.block.row.count.limit", rows_per_group).option("compression", "snappy")
-    if int(df.sparkSession.version.partition(".")[0]) < 4:  # its Parquet does not know that limit: a group a file, then
+    if int(session.version.partition(".")[0]) < 4:  # its Parquet does not know that limit: a group a file, then
         writer = writer.option("maxRecordsPerFile", rows_per_group)
-    writer.parquet(_for_spark(data))
-    written = df.sparkSession.read.parquet(_for_spark(data)).select(*[_quoted(column) for column in wanted])
+    _write_text(f"{data}{_WRITING}", "Rows are written beside this file, or their writer was killed.\n")
     try:
+        writer.parquet(_for_spark(data))
+        written = session.read.parquet(_for_spark(data)).select(*[_quoted(column) for column in wanted])
         footers = [footer for footer in map(read_footer, _parquet_files(data)) if footer.row_groups]
         if not footers:
             raise DataError(f"data set {name!r} has no rows")
         facts, fingerprint = _measure(written, footers)
         settled = [_settle(name, column, facts[column.name], {}) for column in _columns(name, footers, wanted)]
-    except DataError:
-        fs, path = fsspec.core.url_to_fs(data)
-        fs.rm(path, recursive=True)
+        files = [SourceFile(footer.path, "", f"{fingerprint}/{footer.content}") for footer in footers]
+        _remove(f"{data}{_WRITING}")
+        return _store(name, folder, footers, settled, files, earlier)
+    except BaseException:
+        jobs.wait_for_tasks()
+        with contextlib.suppress(Exception):  # of the storage: what it has kept is left to `_sweep`
+            _remove(data)
+            _remove(f"{data}{_WRITING}")
         raise
-    files = [SourceFile(footer.path, "", f"{fingerprint}/{footer.content}") for footer in footers]
-    return _store(name, folder, footers, settled, files, earlier)
 
 
 def _selection(df: DataFrame, wanted: Sequence[str], fill: Mapping[str, Any]) -> list[SparkColumn]:
@@ -371,6 +395,31 @@ def _exists(manifest: Manifest) -> bool:
 # ---- places
 
 
+def _sweep(folder: str) -> None:
+    """Removes rows whose writer was killed: never a manifest names them, as their mark goes before it is stored."""
+    fs, root = fsspec.core.url_to_fs(folder)
+    try:
+        fs.invalidate_cache()
+        marks = [path for path in fs.ls(root, detail=False) if path.endswith(_WRITING)]
+        for mark in marks:
+            rows = mark.removesuffix(_WRITING)
+            newest = max(fs.modified(path).timestamp() for path in (mark, *fs.find(rows)))
+            if time.time() - newest >= LEFT_AFTER_S:
+                for path in (rows, mark):
+                    with contextlib.suppress(FileNotFoundError):
+                        fs.rm(path, recursive=True)
+    except FileNotFoundError:
+        return
+    except Exception as error:  # of the storage: the next freeze tries again
+        _log.warning("rows that a killed driver has left below %s cannot be removed: %s", folder, error)
+
+
+def _remove(uri: str) -> None:
+    fs, path = fsspec.core.url_to_fs(uri)
+    with contextlib.suppress(FileNotFoundError):
+        fs.rm(path, recursive=True)
+
+
 def _earlier(folder: str) -> Manifest | None:
     """An earlier freeze; one that cannot be read counts as none."""
     try:
@@ -399,20 +448,24 @@ def _store(
         raise DataError(f"data set {name!r} has no rows (0 rows in {len(footers)} files)")
     if manifest == earlier:
         return manifest
-    path = f"{folder}/manifest.json"
+    _write_text(f"{folder}/manifest.json", manifest.to_json())
+    return manifest
+
+
+def _write_text(path: str, text: str) -> None:
+    """Whole or not at all."""
     local = local_path(path)
     if local is None:
         with fsspec.open(path, "w", encoding="utf-8") as file:
-            file.write(manifest.to_json())
-        return manifest
+            file.write(text)
+        return
     os.makedirs(os.path.dirname(local), exist_ok=True)
     partial = f"{local}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
     with open(partial, "w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, local)
-    return manifest
 
 
 def _absolute(uri: str) -> str:
