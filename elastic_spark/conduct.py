@@ -67,15 +67,20 @@ class Run:
         self.controller: Any = None
         self.interrupts = Interrupts()
         self.status = ""  # how the job ended, once that is known
-        self._told: core.Fault | None = None  # the first that the controller was told to end for
+        self._told: core.Fault | core.Cancel | None = None  # the first that the controller was told to end for
         self._end_by = math.inf
 
     def _fault(self, kind: str, why: str) -> None:
+        self._end(core.Fault(kind, why))
+
+    def _cancel(self, why: str) -> None:
+        self._end(core.Cancel(why))
+
+    def _end(self, told: core.Fault | core.Cancel) -> None:
         if self.controller is not None:
-            fault = core.Fault(kind, why)
             if self._told is None:
-                self._told, self._end_by = fault, time.monotonic() + END_S
-            self.controller.post(fault)
+                self._told, self._end_by = told, time.monotonic() + END_S
+            self.controller.post(told)
 
     def _lost(self, why: str) -> None:
         self._leave_to_the_taker()
@@ -316,7 +321,7 @@ class Run:
             read=_unpickled,
             require_ours=self._require_ours,
         )
-        self.interrupts.cancel_by(lambda why: self._fault("JobCancelled", why))
+        self.interrupts.cancel_by(self._cancel)
         address = controller.start()
         self._stood_still()
         payload = None

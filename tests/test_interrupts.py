@@ -106,6 +106,11 @@ class Driver:
     def fact(self, event: str) -> dict[str, Any]:
         return next(item for item in map(json.loads, self.log.read_text().splitlines()) if item["event"] == event)
 
+    def newest(self, event: str) -> dict[str, Any]:
+        """The newest event of a kind."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [line for line in lines if line["event"] == event][-1]
+
     def told(self) -> tuple[str, str, str]:
         """The status by the event log, by MLflow and by the job file; the process has ended."""
         self.process.wait(60)
@@ -179,6 +184,16 @@ def test_ctrl_c_three_times(driver: Driver) -> None:
         time.sleep(0.3)  # a person's fingers
     assert driver.told() == ("KILLED", "KILLED", "KILLED")
     assert (driver.folder / "out.txt").read_text().rstrip().endswith("KeyboardInterrupt")
+
+
+def test_what_was_committed_before_sigterm_is_in_a_checkpoint(driver: Driver) -> None:
+    """Its newest one would be of some step of the last ten seconds, or there would be none yet."""
+    driver.wait_for("StepsCommitted")
+    time.sleep(1.0)  # some more steps
+    before = driver.newest("StepsCommitted")
+    driver.process.send_signal(signal.SIGTERM)
+    assert driver.told() == ("KILLED", "KILLED", "KILLED")
+    assert driver.newest("CheckpointWritten")["step"] >= before["first_step"] + len(before["times"]) - 1
 
 
 def test_first_it_raises_then_it_cancels_then_it_waits() -> None:

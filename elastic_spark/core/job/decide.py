@@ -201,7 +201,7 @@ def _on_fault(turn: Turn, happened: i.Fault) -> None:
 
 
 def _on_cancel(turn: Turn, happened: i.Cancel) -> None:
-    job, ended = turn.job, Ended("KILLED", happened.why, "JobCancelled")
+    job, ended = turn.job, Ended("KILLED", happened.error, happened.kind)
     live = job.live_members()
     runs = job.ending is None and bool(live) and all(member.stage is Stage.RUNNING for member in live)
     if not runs or job.cancelled is not None or job.committed <= max(0, job.durable):

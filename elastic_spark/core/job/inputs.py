@@ -161,7 +161,8 @@ class Fault(Input):
 class Cancel(Input):
     """The job is to end, as soon as what it holds is safe; asked for again: at once."""
 
-    why: str
+    error: str
+    kind: str = "JobCancelled"
 
 
 @dataclass(frozen=True)
