@@ -32,7 +32,7 @@ def test_a_deadline_ends_the_call_that_is_under_way() -> None:
     timer = threading.Timer(0.2, lambda: setattr(call, "deadline", time.monotonic() + 0.3))
     timer.start()
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no answer within [01]\."):
+    with pytest.raises(TimeoutError, match=r"no answer within \d+\."):
         call(lambda: release.wait(60.0), 50.0)
     assert 0.4 < time.monotonic() - begin < 10.0
     release.set()
