@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import ports
 import pytest
 from click.testing import CliRunner
 
@@ -145,3 +147,13 @@ def test_report_command(tmp_path: Path) -> None:
     assert cli.exit_code == 0, cli.output
     assert cli.stdout.strip()
     assert (tmp_path / "page.html").read_text().startswith("<!")
+
+
+@pytest.mark.parametrize("first", ["10000", "1024", "32768"])
+def test_a_free_port_is_found_where_the_systems_own_range_begins_low(tmp_path, monkeypatch, first):
+    monkeypatch.setattr(ports, "RANGE", tmp_path / "range")
+    ports.RANGE.write_text(f"{first}\t60999\n")
+    port = ports.free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+    assert port < 32768 or first != "32768"
