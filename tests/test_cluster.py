@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from elastic_spark.core.events import GenerationFormed, WorkerSpawned, to_json
 from elastic_spark.errors import ConfigError, EnvironmentUnfit
 from elastic_spark.testing import StandaloneCluster, keeper
+from elastic_spark.testing.archive import ClassArchive
+from elastic_spark.testing.cluster import JVM_FLAGS
 from elastic_spark.testing.counting import Step, assert_agree, assert_exact, read_steps
 
 LIMIT_S = 60.0
@@ -37,12 +40,30 @@ def registered(spark):
     return spark.sparkContext._jsc.sc().getExecutorIds().size()
 
 
-def test_its_jvms_use_the_archive_of_classes(cluster, spark):
+def java_can_make_one(cluster):
+    """Whether a small program of Spark's leaves an archive where the cluster's would lie."""
+    env = {**os.environ, **cluster._env()}
+    archive = ClassArchive(env, cluster._spark_home, JVM_FLAGS)
+    try:
+        with tempfile.TemporaryDirectory(dir=archive.conf_dir.parent) as folder:
+            made = Path(folder, "small.jsa")
+            program = ["org.apache.spark.launcher.Main", "org.apache.spark.deploy.master.Master"]
+            options = [f"-XX:ArchiveClassesAtExit={made}", "-cp", f"{cluster._spark_home}/jars/*"]
+            subprocess.run([archive._java, *options, *program], env=env, capture_output=True, timeout=60, check=False)
+            return made.exists()
+    except OSError:
+        return False
+
+
+def test_its_jvms_use_the_archive_of_classes_where_there_is_one(cluster, spark):
+    used = "-XX:SharedArchiveFile=" in cluster._jvm_flags
+    assert used or not java_can_make_one(cluster), "this Java can, and the cluster did not"
     running = [process for process in cluster.processes() if "org.apache.spark" in process.command]
     for program in ("Master", "Worker", "CoarseGrainedExecutorBackend"):
         found = [process.pid for process in running if f".{program}" in process.command]
         assert found, program
-        assert all("classes.jsa" in Path(f"/proc/{pid}/maps").read_text() for pid in found), program
+        mapped = ["classes.jsa" in Path(f"/proc/{pid}/maps").read_text() for pid in found]
+        assert mapped == [used] * len(found), program
 
 
 def state(pid):
