@@ -125,6 +125,9 @@ class Run:
         base = self.begin.checkpoint.uri if self.begin.checkpoint is not None else ""
         self.record, self.resumed = self.job_file.claim(again=self.begin.again, base=base, run_id=self.begin.run_id)
         self.job_id, self.run_id = self.record.job_id, self.record.run_id
+        if self.job_file.before is not None and not self.resumed and self.settings.verbose >= 1:
+            anew = "has finished before and is trained anew; resume='latest' goes on from its end"
+            self.terminal.write(f"elastic_spark: the job {self.name!r} {anew}\n")
         try:
             yield
         except (KeyboardInterrupt, errors.JobCancelled):

@@ -383,3 +383,17 @@ def test_a_log_goes_on_with_a_new_line_behind_a_torn_one(tmp_path):
     with path.open() as lines:
         assert [event.message for event in ev.read_log(lines)] == ["one", "three"]
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_name_whose_job_has_finished_is_said_to_be_trained_anew(tmp_path, database, monkeypatch):
+    said = []
+    for ended in ("KILLED", "FINISHED", "FINISHED"):
+        bench = Bench(tmp_path, database, monkeypatch)
+        bench.run.settings = dataclasses.replace(bench.settings, verbose=1, tracking=False)
+        shown = io.StringIO()
+        bench.run.terminal = Outlet(shown)
+        with contextlib.suppress(JobCancelled):
+            bench.train(lambda journal, ended=ended: core.Ended(ended, kind="JobCancelled"))
+        bench.run.terminal.close()
+        said.append("has finished before and is trained anew" in shown.getvalue())
+    assert said == [False, False, True]

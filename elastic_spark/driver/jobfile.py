@@ -61,12 +61,16 @@ class JobFile:
     Args:
         uri: the folder of the job's checkpoints.
         on_lost: called once when another driver has taken the job.
+
+    Attributes:
+        before: the record that `claim` has found.
     """
 
     def __init__(self, uri: str, on_lost: Callable[[str], None]) -> None:
         self._storage = open_storage(uri, None)
         self._uri, self._on_lost = uri, on_lost
         self._holder = uuid.uuid4().hex
+        self.before: JobRecord | None = None
         self._record = JobRecord(job_id="")
         self._taker: JobRecord | None = None
         self._version = 0
@@ -139,7 +143,7 @@ class JobFile:
             JobHeld: another driver is alive and holds it.
             StorageFailed: the folder cannot be written.
         """
-        before = self.read()
+        before = self.before = self.read()
         if before is not None and before.status == "RUNNING":
             self._wait_for_holder(before)
         resumed = before is not None and (again or before.status != "FINISHED")
