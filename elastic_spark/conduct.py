@@ -69,6 +69,7 @@ class Run:
         self.status = ""  # how the job ended, once that is known
         self._told: core.Fault | core.Cancel | None = None  # the first that the controller was told to end for
         self._end_by = math.inf
+        self._log_hangs = False
 
     def _fault(self, kind: str, why: str) -> None:
         self._end(core.Fault(kind, why))
@@ -125,7 +126,8 @@ class Run:
         base = self.begin.checkpoint.uri if self.begin.checkpoint is not None else ""
         self.record, self.resumed = self.job_file.claim(again=self.begin.again, base=base, run_id=self.begin.run_id)
         self.job_id, self.run_id = self.record.job_id, self.record.run_id
-        if self.job_file.before is not None and not self.resumed and self.settings.verbose >= 1:
+        begins_anew = self.job_file.before is not None and not self.resumed and not base
+        if begins_anew and self.settings.verbose >= 1:
             anew = "has finished before and is trained anew; resume='latest' goes on from its end"
             self.terminal.write(f"elastic_spark: the job {self.name!r} {anew}\n")
         try:
@@ -186,7 +188,9 @@ class Run:
             if journal is not None:
                 try:
                     Bounded(name="journal")(journal.close, HANGS_S)
-                except OSError as error:  # the disk is full: the job's end must be told whatever happens to its log
+                except OSError as error:  # the disk is full, or hangs: the job's end must be told all the same
+                    self._log_hangs = isinstance(error, TimeoutError)
+                    self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
                     self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
             figures = summary.result()
             figures["status"] = self.status  # the log may not have been told
@@ -201,7 +205,7 @@ class Run:
         return values, self.run_id, str(path), figures
 
     def _artifacts(self, log: Path) -> dict[str, str]:
-        if self.journal is not None and self.journal.left:
+        if self.journal is not None and (self.journal.left or self._log_hangs):
             return {}
         return recorded.artifacts(log, self.name, self.status, self.terminal.write)
 
@@ -267,7 +271,7 @@ class Run:
         finally:
             page.close()
             with contextlib.suppress(OSError):
-                link.unlink(missing_ok=True)
+                Bounded(name="link")(lambda: link.unlink(missing_ok=True), HANGS_S)
 
     def _newest(self) -> tuple[Checkpoint | None, list[Any]]:
         from elastic_spark.driver.resume import base_of

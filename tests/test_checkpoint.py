@@ -170,7 +170,9 @@ def test_files_open_in_plain_safetensors(tmp_path):
 def test_loaded_tensors_outlive_the_file(tmp_path):
     store = CheckpointStore(str(tmp_path))
     checkpoint = save(store, 1, {"model/w": torch.ones(100_000)})
-    loaded, _ = store.load(checkpoint)
+    came = []
+    loaded, _ = store.load(checkpoint, moved=lambda: came.append(1))
+    assert came
     with open(f"{checkpoint.uri}/state.safetensors", "r+b") as file:
         file.write(bytes(checkpoint.files[0].bytes))
     assert loaded["model/w"].sum() == 100_000

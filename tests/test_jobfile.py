@@ -128,6 +128,25 @@ def test_either_clock_says_that_a_driver_stood_still(
     file.release("FINISHED")
 
 
+def test_a_disk_that_is_full_takes_no_renewal_and_still_says_whose_the_job_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(name: str) -> Any:
+        raise StorageFailed("No space left on device")
+
+    monkeypatch.setattr(jobfile, "STALE_S", 0.5)
+    monkeypatch.setattr(jobfile, "RENEW_S", 0.4)
+    file = JobFile(str(tmp_path / "job"), lambda why: None)
+    file.claim()
+    monkeypatch.setattr(file._storage, "create", full)
+    renewed = file._renewed[0]
+    wait_until(lambda: time.monotonic() > renewed + 1.5)
+    wait_until(file.knows)
+    assert file._renewed[0] == renewed
+    monkeypatch.undo()
+    file.release("FINISHED")
+
+
 def test_storage_that_hangs_at_the_end_costs_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobfile, "RELEASE_S", 0.3)
     monkeypatch.setattr(jobfile, "LOOK_S", 0.3)

@@ -574,12 +574,12 @@ def test_a_worker_whose_storage_hangs_is_told_lost_and_replaced(template: Templa
     path.rename(aside)
     os.mkfifo(path)
     with BareJob(template, tmp_path / "job", train, {"train": manifest}, num_proc=1) as job:
-        options = dataclasses.replace(job.controller._job.options, elastic_timeout=3.0)
+        options = dataclasses.replace(job.controller._job.options, elastic_timeout=8.0)
         job.controller._job = dataclasses.replace(job.controller._job, options=options)
         job.until(lambda: job.events(ev.WorkerLost))
         aside.replace(path)
         (values,) = job.done()
         assert_exact(values["w"], 2)
-        (lost,) = job.events(ev.WorkerLost)
+        lost = job.events(ev.WorkerLost)[0]
     assert lost.cause == "storage stalled"
     assert re.fullmatch(r"nothing has come of the data for \d+ s", lost.detail)

@@ -352,15 +352,34 @@ def test_a_read_that_never_returns_is_told(tmp_path, monkeypatch):
     consumer = threading.Thread(target=consume)
     consumer.start()
     deadline = time.monotonic() + 20
-    while stalls.stalled()[1] < 0.3 and time.monotonic() < deadline:
+    while stalls.stalled()[1] < 1.0 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert stalls.stalled()[0] == "the data"
     stalls.moved()
-    assert stalls.stalled()[1] < 0.3
+    assert stalls.stalled()[1] < 1.0
     open(path, "wb").close()
     consumer.join(20)
     assert stalls.stalled() == ("", 0.0)
     reader.close()
+
+
+def test_the_longest_of_several_waits_is_told():
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait():
+        with stalls.waiting_for("other data"):
+            entered.set()
+            leave.wait(20)
+
+    with stalls.waiting_for("the data"):
+        other = threading.Thread(target=wait)
+        other.start()
+        entered.wait(20)
+        assert stalls.stalled()[0] == "the data"
+    assert stalls.stalled()[0] == "other data"
+    leave.set()
+    other.join(20)
+    assert stalls.stalled() == ("", 0.0)
 
 
 def test_a_torn_file_is_named(tmp_path, monkeypatch):

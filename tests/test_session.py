@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from elastic_spark.errors import ProtocolError
 from elastic_spark.worker import collective
 from elastic_spark.worker.commits import Commit, Drawn
-from elastic_spark.worker.session import MOST_UNREAD, WorkerSession
+from elastic_spark.worker.session import MOST_IN_MESSAGE, MOST_UNREAD, WorkerSession
 
 
 class Line:
@@ -81,3 +82,25 @@ def test_a_driver_that_reads_nothing_is_sent_no_more_than_the_kernel_holds_for_i
     session._stopping.set()
     line.coming.put(None)
     session._link.join(20.0)
+
+
+def test_a_driver_that_reads_nothing_for_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "waits_s", lambda: 0.0)
+    monkeypatch.setattr(collective, "in_native_init", lambda: False)
+    monkeypatch.setattr("elastic_spark.worker.session.UNREAD_LIMIT_S", 0.1)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    session = WorkerSession(Line(), {})  # type: ignore[arg-type]
+    session.committed(Commit(0, 1.0, {"train": [Drawn(0, i, 8, 1) for i in range(MOST_UNREAD)]}, {}, 0.1, 0.0))
+    session.open()
+    session._link.join(20.0)
+    assert codes == [1]
+
+
+def test_all_that_was_made_while_the_driver_stood_still_goes_in_messages_of_a_size() -> None:
+    line = Line()
+    session = WorkerSession(line, {})  # type: ignore[arg-type]
+    drawn = [Drawn(0, i, 8, 1) for i in range(2 * MOST_IN_MESSAGE + 1)]
+    session.committed(Commit(0, 1.0, {"train": drawn}, {}, 0.1, 0.0))
+    session._flush()
+    assert [len(message["reports"]) for message in line.said] == [MOST_IN_MESSAGE, MOST_IN_MESSAGE, 1]

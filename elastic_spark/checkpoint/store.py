@@ -16,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -191,13 +192,15 @@ class CheckpointStore:
         """Read every byte, in constant memory; raises `CheckpointInvalid` that says which file and why."""
         self._read(checkpoint, tensorfile.check)
 
-    def load(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors by name, in ordinary host memory; meta), verified as they are read.
+    def load(
+        self, checkpoint: Checkpoint, *, moved: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors by name, in ordinary host memory; meta), verified as they are read. ``moved``: called as bytes come.
 
         Of a checkpoint in parts: the tensors of all parts, the meta of part 0, and where other parts have meta of their
         own it is under ``"parts"`` by number. Raises `CheckpointInvalid`.
         """
-        states, metas = self._read(checkpoint, tensorfile.read)
+        states, metas = self._read(checkpoint, partial(tensorfile.read, moved=moved))
         tensors = {name: tensor for state in states for name, tensor in state.items()}
         meta = metas.pop(0)
         return tensors, meta | ({"parts": {str(part): body for part, body in metas.items()}} if metas else {})

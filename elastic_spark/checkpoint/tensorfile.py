@@ -26,7 +26,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -214,11 +214,13 @@ class Hasher:
             self._digest.update(chunk)
 
 
-def read(file: Readable, size: int, where: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+def read(
+    file: Readable, size: int, where: str, moved: Callable[[], None] = lambda: None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
     """Read a file of ``size`` bytes: (tensors in ordinary host memory, the ``own`` JSON, SHA-256 of what was read).
 
     The digest covers exactly the bytes that the tensors were filled from. Raises `CheckpointInvalid` on anything that
-    is not such a file; ``where`` names it in messages.
+    is not such a file; ``where`` names it in messages. ``moved`` is called with each block that has come.
     """
     with Hasher() as hasher:
         entries, extra, _ = _read_header(file, size, hasher, where)
@@ -226,7 +228,7 @@ def read(file: Readable, size: int, where: str) -> tuple[dict[str, torch.Tensor]
         for name, (dtype, shape, _) in sorted(entries.items(), key=lambda entry: entry[1][2]):
             tensor = torch.empty(shape, dtype=dtype)
             if tensor.numel():
-                _fill(file, _view(tensor), hasher, where)
+                _fill(file, _view(tensor), hasher, where, moved)
             tensors[name] = tensor
         digest = hasher.hexdigest()
     tensors |= {alias: tensors[first] for alias, first in extra["aliases"].items()}
@@ -248,7 +250,9 @@ def check(file: Readable, size: int, where: str) -> tuple[set[str], dict[str, An
         return {*entries, *extra["aliases"]}, extra["own"], hasher.hexdigest()
 
 
-def _fill(file: Readable, into: memoryview, hasher: Hasher, where: str) -> None:
+def _fill(
+    file: Readable, into: memoryview, hasher: Hasher, where: str, moved: Callable[[], None] = lambda: None
+) -> None:
     """Read exactly ``len(into)`` bytes."""
     done = 0
     while done < len(into):
@@ -259,6 +263,7 @@ def _fill(file: Readable, into: memoryview, hasher: Hasher, where: str) -> None:
             )
         hasher.update(into[done : done + got])
         done += got
+        moved()
 
 
 def _read_header(

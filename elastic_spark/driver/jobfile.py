@@ -74,7 +74,8 @@ class JobFile:
         self._record = JobRecord(job_id="")
         self._taker: JobRecord | None = None
         self._version = 0
-        self._renewed = (-math.inf, -math.inf)  # by the monotonic and by the wall clock
+        # When the record was renewed, and found to be ours, last: by the monotonic and by the wall clock.
+        self._renewed = self._seen = (-math.inf, -math.inf)
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
@@ -109,10 +110,9 @@ class JobFile:
 
     def knows(self) -> bool:
         """Whether this driver knows whose the job is, without asking: it has lost it, or has renewed it within
-        `STALE_S`, so that nobody may have taken it. Not when this process has stood still for longer, or while the
-        storage takes no renewal."""
-        monotonic, wall = self._renewed
-        return self._taker is not None or max(time.monotonic() - monotonic, time.time() - wall) < STALE_S
+        `STALE_S`, so that nobody may have taken it, or has just seen that it is its own, as on a disk that is full and
+        takes no renewal. Not when this process has stood still for longer, or while the storage is away."""
+        return self._taker is not None or _age_s(self._renewed) < STALE_S or _age_s(self._seen) < 2 * RENEW_S
 
     def require(self) -> None:
         """Raises JobHeld where another driver has taken the job from this one, StorageFailed where that cannot be told.
@@ -129,6 +129,8 @@ class JobFile:
         found = self.read()
         if found is not None and found.holder != self._holder:
             self._taker = found
+        elif found is not None:
+            self._seen = time.monotonic(), time.time()
 
     def _versions(self) -> list[int]:
         found = (_FILE.fullmatch(name) for name in self._storage.files(""))
@@ -219,6 +221,11 @@ class JobFile:
                 if taker is not None:
                     self._on_lost(self._lost_to(taker))
                     return
+
+
+def _age_s(at: tuple[float, float]) -> float:
+    """Seconds since then, by the clock by which it is longer ago."""
+    return max(time.monotonic() - at[0], time.time() - at[1])
 
 
 def _within(limit_s: float, work: Callable[[], object]) -> None:

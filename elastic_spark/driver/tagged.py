@@ -53,12 +53,17 @@ class TaggedJobs:
         keywords: dict[str, Any] = {"name": f"elastic_spark {self._name}", "daemon": True}
         if "session" in inspect.signature(InheritableThread.__init__).parameters:  # Spark 4: the session's tags, too
             keywords["session"] = self._session
+        thread = InheritableThread(body, **keywords)
         try:
-            InheritableThread(body, **keywords).start()
+            thread.start()
+            while thread.is_alive() and not ended.done():
+                wait([ended], 1.0)
+            if not ended.done():
+                raise RuntimeError("Spark went away before its jobs were begun")
             return ended.result()
         except BaseException:
             deadline = time.monotonic() + CANCEL_LIMIT_S
-            while not ended.done() and time.monotonic() < deadline:
+            while thread.is_alive() and not ended.done() and time.monotonic() < deadline:
                 with contextlib.suppress(Exception):  # py4j's, where the context was stopped: then they have ended
                     context.cancelJobsWithTag(self._tag)
                 wait([ended], _POLL_S)

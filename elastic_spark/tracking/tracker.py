@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,14 +263,18 @@ class Tracker:
 
     def _insist(self, ending: _Ending, end: Sequence[Record] = ()) -> None:
         """Delivers what waits, until that is done or the time is over. Where it cannot be, ``end`` goes past it."""
+        untold = list(end)
+
+        def go_past() -> None:
+            del untold[: self._store.send(untold, again=True)]
+
         while not self._left:
             self._next_try = 0.0
             delivered = self._careful(self._deliver)
             if delivered:
                 return
-            if delivered is None and end and self._store.run_id is not None and self._may_send():
-                done = self._careful(partial(self._store.send, end, again=True))
-                end = () if done else end
+            if delivered is None and untold and self._store.run_id is not None and self._may_send():
+                self._careful(go_past)
             long_away = self._away_since is not None and time.monotonic() - self._away_since > ending.timeout_s
             if (long_away and not self._store.answers()) or self._store.deadline - time.monotonic() < 0.5:
                 return

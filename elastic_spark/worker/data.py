@@ -287,7 +287,8 @@ class LaneReader:
         """Some rows of the data, for steps in which this worker has none: uint8[SPARE_ROWS, record bytes]."""
         rows = self._manifest.group_rows
         groups = share.row_groups().tolist() or [min((n, group) for group, n in enumerate(rows) if n)[1]]
-        self._store.load(groups[0])
+        with stalls.waiting_for("the data"):
+            self._store.load(groups[0])
         first, last = sum(rows[: groups[0]]), sum(rows[: groups[0] + 1]) - 1
         return torch.from_numpy(self._store.records[np.minimum(np.arange(first, first + SPARE_ROWS), last)])
 

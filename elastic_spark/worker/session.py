@@ -20,7 +20,7 @@ import torch
 from elastic_spark.checkpoint.commands import locate
 from elastic_spark.core.ledger import Report
 from elastic_spark.errors import CheckpointInvalid, ProtocolError, StorageFailed
-from elastic_spark.transport import Channel, Message
+from elastic_spark.transport import UNACKNOWLEDGED_LIMIT_MS, Channel, Message
 from elastic_spark.worker import collective, stalls
 from elastic_spark.worker.collective import Assignment, Leave
 from elastic_spark.worker.commits import Commit
@@ -35,6 +35,10 @@ REPORT_S = 0.1
 #: So many reports that the driver has not taken down: it stands still, and must not be sent more than the kernel holds
 #: for it, or the connection counts as dead.
 MOST_UNREAD = 200
+#: A driver that has read nothing for so long will not come back.
+UNREAD_LIMIT_S = UNACKNOWLEDGED_LIMIT_MS / 1000
+#: Reports in one message: all that were made while the driver stood still may be too much for one.
+MOST_IN_MESSAGE = 5_000
 #: Storage may be away for so many seconds while a checkpoint is loaded; the other ranks wait in a collective.
 LOAD_RETRY_S = 30.0
 
@@ -83,11 +87,14 @@ class WorkerSession:
     # ------------------------------------------------------------------------------------------------ the link
 
     def _serve(self) -> None:
-        heard_at = 0.0
+        heard_at, read_at = 0.0, time.monotonic()
         try:
             while True:
                 now = time.monotonic()
                 is_read = len(self._unconfirmed) < MOST_UNREAD
+                read_at = now if is_read else read_at
+                if now - read_at > UNREAD_LIMIT_S:
+                    raise ProtocolError(f"the driver has read nothing for {UNREAD_LIMIT_S:.0f} s")
                 if is_read and now - heard_at >= HEARTBEAT_S:
                     heard_at = now
                     told = {"where": self.where(), "waits": collective.waits_s(), "stalled": stalls.stalled()[1]}
@@ -206,8 +213,8 @@ class WorkerSession:
                 sending = [report for commit in self._commits for report in commit.reports()]
                 self._commits = []
                 self._unconfirmed.extend(sending)
-            if sending:
-                items = [_as_items(report) for report in sending]
+            for first in range(0, len(sending), MOST_IN_MESSAGE):
+                items = [_as_items(report) for report in sending[first : first + MOST_IN_MESSAGE]]
                 self._channel.send({"type": "progress", "generation": self._generation, "reports": items})
 
     def _confirmed(self, generation: int, count: int) -> None:
@@ -259,7 +266,7 @@ class WorkerSession:
         while True:
             try:
                 with stalls.waiting_for("the checkpoint"):
-                    tensors, meta = store.load(store.open(uri))
+                    tensors, meta = store.load(store.open(uri), moved=stalls.moved)
                 return meta["state"], tensors, meta
             except CheckpointInvalid as error:
                 raise CannotLoad(str(error)) from error

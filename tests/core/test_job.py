@@ -805,12 +805,12 @@ def test_who_is_waited_for_in_a_collective_is_told_and_may_take_its_time() -> No
 
 
 def test_storage_that_answers_nobody_ends_the_job_as_what_it_is() -> None:
-    run = Script(num_proc=1, max_num_proc=1, elastic_timeout=30.0, spawn_limit=100).running()
+    run = Script(num_proc=1, max_num_proc=1, elastic_timeout=90.0, spawn_limit=100).running()
     for _ in range(7):
-        run(core.Heard(run.job.members[0], "nothing has come of the data for 31 s", 0.0, 31.0))
+        run.wait(90.0, "*")
+        run(core.Heard(run.job.members[0], "nothing has come of the data for 91 s", 0.0, 91.0))
         run.wait(0.2, "*")
         run.ready(*[name for name, stage in run.stages().items() if stage == "warming"])
-        run.wait(40.0, "*")
         if run.ended is None:
             run.initialise()
     assert run.ended.kind == "StorageFailed"
@@ -943,12 +943,38 @@ def test_a_job_that_is_cancelled_waits_for_no_checkpoint_that_cannot_come() -> N
         assert run.ended == KILLED
     run = Script(num_proc=2).running()
     run(core.Tick(9, -1), core.TICK_S)
-    run.down("w1")
+    run(core.AgentDown("a0", "gone"))
+    run(core.AgentDown("a1", "gone"))
     run(core.Cancel(KILLED.error))
     assert run.ended == KILLED
 
 
-def test_a_job_that_is_cancelled_waits_five_seconds_or_until_it_is_asked_again_or_breaks() -> None:
+def test_a_job_that_is_cancelled_while_its_world_changes_is_saved_by_the_next_one() -> None:
+    for cancel_first in (True, False):
+        run = Script(num_proc=2).running()
+        run(core.Tick(9, -1), core.TICK_S)
+        if cancel_first:
+            one(run(core.Cancel(KILLED.error)), core.SaveNow, worker="w0")
+        run.down("w0")
+        if not cancel_first:
+            assert of(run(core.Cancel(KILLED.error)), core.SaveNow) == []
+        run.ask("w1", step=9)
+        one(run(core.Initialised("w1", 2)), core.SaveNow, worker="w1")
+        assert run.ended is None
+        run(core.Tick(9, 9), core.TICK_S)
+        assert run.ended == KILLED
+
+
+def test_a_job_that_is_cancelled_takes_nobody_in() -> None:
+    run = Script(num_proc=2, max_num_proc=3).running()
+    run(core.Tick(9, -1), core.TICK_S)
+    run(core.Cancel(KILLED.error))
+    run.agent(2)
+    run.ready("w2")
+    assert of(run.wait(2.0, "*"), core.Notify) == []
+
+
+def test_a_job_that_is_cancelled_waits_five_seconds_or_until_it_is_asked_again_or_all_are_lost() -> None:
     def cancelled() -> Script:
         run = Script(num_proc=2).running()
         run(core.Tick(9, -1), core.TICK_S)
@@ -964,7 +990,8 @@ def test_a_job_that_is_cancelled_waits_five_seconds_or_until_it_is_asked_again_o
     run(core.Cancel("interrupted by Ctrl-C"))
     assert run.ended == core.Ended("KILLED", "interrupted by Ctrl-C", "JobCancelled")
     run = cancelled()
-    run.down("w1")
+    run(core.AgentDown("a0", "gone"))
+    run(core.AgentDown("a1", "gone"))
     run(core.Tick(), core.TICK_S)
     assert run.ended == KILLED
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_spark.core import events as ev
 from elastic_spark.core.job import inputs as i
-from elastic_spark.core.job.effects import Effect, SaveNow
+from elastic_spark.core.job.effects import Effect
 from elastic_spark.core.job.limits import judge, take_down_agent
 from elastic_spark.core.job.settle import settle
 from elastic_spark.core.job.state import IN_WORLD, Agent, Ended, Failure, Job, Options, Stage, Worker
@@ -202,13 +202,10 @@ def _on_fault(turn: Turn, happened: i.Fault) -> None:
 
 def _on_cancel(turn: Turn, happened: i.Cancel) -> None:
     job, ended = turn.job, Ended("KILLED", happened.error, happened.kind)
-    live = job.live_members()
-    runs = job.ending is None and bool(live) and all(member.stage is Stage.RUNNING for member in live)
-    if not runs or job.cancelled is not None or job.committed <= max(0, job.durable):
+    if job.cancelled is None and job.live_members() and job.committed > max(0, job.durable):
+        turn.set(cancelled=ended, cancelled_at=turn.clock, cancelled_step=job.committed)
+    else:
         turn.end(ended)
-        return
-    turn.set(cancelled=ended, cancelled_at=turn.clock, cancelled_step=job.committed)
-    turn.do(SaveNow(live[0].id))
 
 
 def _on_reading(turn: Turn, happened: i.Reading) -> None:

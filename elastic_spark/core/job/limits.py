@@ -35,7 +35,7 @@ def judge(turn: Turn) -> None:
 def _is_safe_or_late(turn: Turn) -> bool:
     """Of a job that is cancelled: whether what it holds is in a checkpoint, or is waited for no longer."""
     job = turn.job
-    late = job.ending is not None or turn.clock - job.cancelled_at > job.options.save_at_end_s
+    late = turn.clock - job.cancelled_at > job.options.save_at_end_s or not job.live_members()
     return late or job.durable >= job.cancelled_step
 
 

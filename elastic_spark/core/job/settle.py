@@ -92,6 +92,11 @@ def _consider_change(turn: Turn, live: list[Worker]) -> None:
     job, options = turn.job, turn.job.options
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
+    if job.cancelled is not None:
+        if job.save_asked != job.generation:
+            turn.set(save_asked=job.generation)
+            turn.do(SaveNow(live[0].id))
+        return
     plan = next_world(job, turn.clock)
     gathered = bool(plan.joined) and turn.clock - plan.joined[-1].since >= options.join_delay_s
     if plan.left or gathered or job.unbalanced or job.suspect_from is not None:
@@ -261,7 +266,8 @@ def _may_reset(turn: Turn, held: int) -> bool:
     """Count this reset; False where it ends the job."""
     job, options = turn.job, turn.job.options
     ran_s = turn.clock - job.ran_at if job.ran_at is not None else 0.0
-    if held > job.formed_step or (held < 0 and ran_s >= PROGRESS_S):
+    stalled = (job.ending or "").endswith(STALLED)  # then it ran, and did nothing
+    if held > job.formed_step or (held < 0 and ran_s >= PROGRESS_S and not stalled):
         turn.set(idle_resets=0, unformed=0, barren_resets=0)
     elif job.perished:
         turn.set(barren_resets=job.barren_resets + 1)

@@ -160,7 +160,7 @@ class Job:
         the newest step that ever was committed. committed: the newest one now. durable: the newest one that a
         checkpoint holds.
     cancelled, cancelled_at: how the job ends, and when it was asked to, while a checkpoint of ``cancelled_step`` is
-        waited for.
+        waited for; save_asked: the generation that was asked for it.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
         memory (-1: none). What was left in memory before, beyond that step, is another story.
@@ -204,6 +204,7 @@ class Job:
     cancelled: Ended | None = None
     cancelled_at: float = 0.0
     cancelled_step: int = 0
+    save_asked: int = 0
     restored: int = 0
     restored_step: int = -1
     failures: tuple[Failure, ...] = ()
