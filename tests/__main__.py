@@ -23,8 +23,9 @@ BESIDE = (
     "core",
     *("test_architecture.py", "test_bounded.py", "test_checkpoint.py", "test_checkpoint_faults.py"),
     *("test_checkpoint_s3.py", "test_conf.py", "test_dynamo.py", "test_estimator.py", "test_freeze.py"),
-    *("test_jobfile.py", "test_memory.py", "test_reader.py", "test_report.py", "test_saver.py", "test_setup.py"),
-    *("test_slots.py", "test_status.py", "test_tail.py", "test_tracking.py", "test_tracking_parts.py"),
+    *("test_interrupts.py", "test_jobfile.py", "test_memory.py", "test_reader.py", "test_report.py", "test_saver.py"),
+    *("test_setup.py", "test_slots.py", "test_status.py", "test_tail.py"),
+    *("test_tracking.py", "test_tracking_parts.py"),
 )
 
 

@@ -534,7 +534,7 @@ def test_server_killed_and_back_again(server, make, tmp_path):
     tracker.publish(loss(3_001))
     server.start()
     tracker.publish(written(70))
-    tracker.finish("FINISHED", summary={}, artifacts=dict, timeout_s=60)
+    tracker.finish("FINISHED", summary={}, artifacts=dict)
     assert points(server.uri, run_id, "loss") == [(step, step / 2) for step in range(1, 3_002)]
     assert run_of(server.uri, run_id).info.status == "FINISHED"
     assert len(runs_of(server.uri, "test_server_killed_and_back_again")) == 1

@@ -393,6 +393,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join([*KINDS, "peer"]), help="kinds of fault, by comma; default: all")
     options = parser.parse_args()
+    if unknown := set(options.only.split(",")) - {*KINDS, "peer"}:
+        parser.error(f"--only: no {sorted(unknown)}; there are {[*KINDS, 'peer']}")
     with tempfile.TemporaryDirectory(prefix="bench-recovery-", ignore_cleanup_errors=True) as folder:
         wanted = frozenset(options.only.split(","))
         figures = measure(3 if options.quick else options.trials, Path(folder), options.seed, wanted)
