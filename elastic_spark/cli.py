@@ -271,7 +271,10 @@ def report(events: Path, html: Path | None, png: Path | None, manifests: tuple[P
         known = [Manifest.from_json(path.read_text(encoding="utf-8")) for path in manifests]
     except (DataError, UnicodeDecodeError) as error:
         raise click.UsageError(f"--manifest: {error}") from error
-    summary = summarise(log)
+    try:
+        summary = summarise(log)
+    except (TypeError, ValueError, OverflowError) as error:  # whole lines, and values that no job writes
+        raise click.UsageError(f"{events} cannot be told: {error}") from error
     click.echo(render_text(summary))
     if damaged := sum(map(is_damaged, lines)):
         click.echo(f"{damaged} of {len(lines)} lines could not be read: what they told is missing above", err=True)

@@ -191,7 +191,6 @@ class Run:
                 except OSError as error:  # the disk is full, or hangs: the job's end must be told all the same
                     self._log_hangs = isinstance(error, TimeoutError)
                     self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
-                    self.terminal.write(f"elastic_spark: the end of {path} is missing: {error}\n")
             figures = summary.result()
             figures["status"] = self.status  # the log may not have been told
             if tracker is not None:

@@ -24,8 +24,9 @@ from pyspark.sql import functions as F
 
 from elastic_spark.core.lanes import LanePlan
 from elastic_spark.core.manifest import Column
+from elastic_spark.driver import freeze as freeze_module
 from elastic_spark.driver.freeze import freeze, load_manifest
-from elastic_spark.errors import ConfigError, DataError
+from elastic_spark.errors import ConfigError, DataError, StorageFailed
 from elastic_spark.interrupts import Interrupts
 from elastic_spark.worker.data import LaneReader
 
@@ -53,6 +54,38 @@ def read(manifest):
     batches = list(reader.batches(0))
     reader.close()
     return {column.name: torch.cat([batch[column.name] for batch in batches]) for column in manifest.columns}
+
+
+# ---- storage that hangs
+
+HANGS = """
+import sys
+import elastic_spark as es
+print("begins", flush=True)
+es.freeze(*sys.argv[1:])
+"""
+
+
+def test_ctrl_c_ends_a_freeze_whose_storage_hangs(tmp_path):
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in" / "a.parquet")  # nobody writes to it, so whoever opens it waits
+    command = [sys.executable, "-c", HANGS, str(tmp_path / "in"), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begins\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.0)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        assert said.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_file_that_hangs_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(freeze_module, "_FILE_LIMIT_S", 0.3)
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in" / "a.parquet")
+    with pytest.raises(StorageFailed, match=r"nothing has come of .*a\.parquet"):
+        freeze(tmp_path / "in", tmp_path / "out")
+    open(tmp_path / "in" / "a.parquet", "wb").close()  # the thread that was left behind ends
 
 
 # ---- DataFrames

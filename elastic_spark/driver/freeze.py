@@ -24,17 +24,19 @@ import dataclasses
 import hashlib
 import logging
 import os
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
 
 from elastic_spark.core.manifest import Column, Manifest, RowGroup, SourceFile
 from elastic_spark.driver.tagged import TaggedJobs
-from elastic_spark.errors import ConfigError, DataError
+from elastic_spark.errors import ConfigError, DataError, StorageFailed
 from elastic_spark.parquet import Facts, Footer, column_of, local_path, read_footer, scan
 
 if TYPE_CHECKING:
@@ -54,9 +56,12 @@ _WRITING = ".writing"
 
 #: Files read at a time. They wait for storage more than they compute.
 _THREADS = 8
+#: A file of which nothing has come for so many seconds is given up.
+_FILE_LIMIT_S = 600.0
 _log = logging.getLogger(__name__)
 
 Nulls = str | Mapping[str, Any]
+T = TypeVar("T")
 
 
 def freeze(
@@ -126,17 +131,16 @@ def _freeze_files(
     paths = _parquet_files(source)
     earlier = _earlier(folder)
     known = {(file.path, file.stamp): file.content for file in earlier.files} if earlier else {}
-    with ThreadPoolExecutor(_THREADS) as threads:
-        footers = list(threads.map(read_footer, paths))
-        skeleton = _columns(name, footers, columns)
-        _check_fill(fill, skeleton)
-        to_scan = [column for column in skeleton if _needs_scan(column, footers)]
-        facts = {column.name: Facts() for column in to_scan}
-        if to_scan:
-            for part in threads.map(lambda path: scan(path, to_scan, MOST_STRINGS), paths):
-                for column_name, more in part.items():
-                    facts[column_name].add(more)
-        files = list(threads.map(lambda path: _identify(path, known), paths))
+    footers = list(_each(read_footer, paths))
+    skeleton = _columns(name, footers, columns)
+    _check_fill(fill, skeleton)
+    to_scan = [column for column in skeleton if _needs_scan(column, footers)]
+    facts = {column.name: Facts() for column in to_scan}
+    if to_scan:
+        for part in _each(lambda path: scan(path, to_scan, MOST_STRINGS), paths):
+            for column_name, more in part.items():
+                facts[column_name].add(more)
+    files = list(_each(lambda path: _identify(path, known), paths))
     for column in skeleton:
         if column.name not in facts:
             facts[column.name] = Facts(nulls=sum(footer.nulls[column.name] or 0 for footer in footers))
@@ -393,6 +397,38 @@ def _exists(manifest: Manifest) -> bool:
 
 
 # ---- places
+
+
+def _each(call: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
+    """``call(path)`` of each, in their order, some at a time. A read that hangs is left behind by an interrupt.
+
+    Raises:
+        StorageFailed: nothing has come of a file for `_FILE_LIMIT_S`.
+    """
+    todo: queue.SimpleQueue[tuple[str, Future[T]]] = queue.SimpleQueue()
+    answers: list[Future[T]] = [Future() for _ in paths]
+    for item in zip(paths, answers, strict=True):
+        todo.put(item)
+    over = threading.Event()
+
+    def serve() -> None:
+        with contextlib.suppress(queue.Empty):
+            while not over.is_set():
+                path, answer = todo.get_nowait()
+                try:
+                    answer.set_result(call(path))
+                except BaseException as error:
+                    answer.set_exception(error)
+
+    for _ in range(min(_THREADS, len(paths))):
+        threading.Thread(target=serve, name="elastic_spark files", daemon=True).start()
+    try:
+        for path, answer in zip(paths, answers, strict=True):
+            if not wait([answer], _FILE_LIMIT_S).done:
+                raise StorageFailed(f"nothing has come of {path} for {_FILE_LIMIT_S:.0f} s")
+            yield answer.result()
+    finally:
+        over.set()
 
 
 def _sweep(folder: str) -> None:

@@ -202,8 +202,8 @@ def _on_fault(turn: Turn, happened: i.Fault) -> None:
 
 def _on_cancel(turn: Turn, happened: i.Cancel) -> None:
     job, ended = turn.job, Ended("KILLED", happened.error, happened.kind)
-    if job.cancelled is None and job.live_members() and job.committed > max(0, job.durable):
-        turn.set(cancelled=ended, cancelled_at=turn.clock, cancelled_step=job.committed)
+    if job.cancelled is None and job.live_members():
+        turn.set(cancelled=ended, cancelled_at=turn.clock, cancelled_step=-1)
     else:
         turn.end(ended)
 

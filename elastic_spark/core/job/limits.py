@@ -33,10 +33,13 @@ def judge(turn: Turn) -> None:
 
 
 def _is_safe_or_late(turn: Turn) -> bool:
-    """Of a job that is cancelled: whether what it holds is in a checkpoint, or is waited for no longer."""
+    """Of a job that is cancelled: whether what it holds is in a checkpoint, and every step of that was told, or it is
+    waited for no longer. What had been committed until then is known at the next tick."""
+    if turn.job.cancelled_step < 0:
+        turn.set(cancelled_step=turn.job.committed)
     job = turn.job
     late = turn.clock - job.cancelled_at > job.options.save_at_end_s or not job.live_members()
-    return late or job.durable >= job.cancelled_step
+    return late or (max(0, job.durable) >= job.cancelled_step and job.committed >= job.durable)
 
 
 def take_down_agent(turn: Turn, agent: Agent, cause: str) -> None:

@@ -93,7 +93,7 @@ def _consider_change(turn: Turn, live: list[Worker]) -> None:
     if any(member.stage is not Stage.RUNNING for member in live) or job.done_members():
         return  # still initialising, or finishing
     if job.cancelled is not None:
-        if job.save_asked != job.generation:
+        if job.cancelled_step > job.durable and job.save_asked != job.generation:
             turn.set(save_asked=job.generation)
             turn.do(SaveNow(live[0].id))
         return

@@ -159,8 +159,8 @@ class Job:
     barren_resets: in a row, because of processes that died, without a new step. formed_step: where it started. best:
         the newest step that ever was committed. committed: the newest one now. durable: the newest one that a
         checkpoint holds.
-    cancelled, cancelled_at: how the job ends, and when it was asked to, while a checkpoint of ``cancelled_step`` is
-        waited for; save_asked: the generation that was asked for it.
+    cancelled, cancelled_at: how the job ends, and when it was asked to, while a checkpoint of ``cancelled_step`` (-1:
+        not known yet) is waited for; save_asked: the generation that was asked for it.
     failures: errors of the user's code that wait for a verdict; forgiven: those that were survived.
     restored, restored_step: the newest generation that did not go on from a survivor, and the step that it found in
         memory (-1: none). What was left in memory before, beyond that step, is another story.
