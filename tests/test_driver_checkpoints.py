@@ -120,6 +120,18 @@ def test_after_the_loss_of_all_a_suspect_one_serves_only_where_the_guard_just_wa
         assert found.step == expected
 
 
+def test_what_is_safe_after_a_restore_is_what_was_restored(bench: Bench) -> None:
+    """Else a step that is newer, but below one that was passed over, would count as saved."""
+    bench.write(50)
+    bench.write(100, suspect="loss is nan")
+    assert bench.driver.best == 100
+    found = bench.call(bench.driver.newest(2))
+    assert found is not None
+    assert (found.step, bench.driver.best) == (50, 50)
+    bench.write(70, generation=2)
+    assert bench.driver.best == 70
+
+
 def test_old_ones_go_but_never_the_newest_good_one(tmp_path: Path) -> None:
     bench = Bench(tmp_path, keep=2)
     bench.write(10)

@@ -175,7 +175,9 @@ class DriverCheckpoints:
         if self._going_back is not None:  # all were lost during the roll-back
             return await self.good_before(self._going_back, generation)
         async with self._choosing:
-            return await self._choose(lambda item: item.suspect if self._only_good else "")
+            found = await self._choose(lambda item: item.suspect if self._only_good else "")
+            self._parent, self.best = (found.name, found.step) if found is not None else (None, -1)
+            return found
 
     async def good_before(self, step: int, generation: int) -> Checkpoint | None:
         """What ``generation`` goes back to: the newest good one of a step below ``step``. Those after it are of a

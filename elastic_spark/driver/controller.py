@@ -205,8 +205,8 @@ class Controller:
         try:
             while not self._over.is_set():
                 self._journal.beat()
-                self._turn(core.Tick(self._ledger.committed, self._checkpoints.best))
                 self._take_down(self._ledger.complete(self._now(), self._gone()))
+                self._turn(core.Tick(self._ledger.committed, self._checkpoints.best))
                 self._consider_speed()
                 self._worlds.name_who_is_waited_for()
                 await asyncio.sleep(core.TICK_S)
@@ -449,6 +449,7 @@ class Controller:
                 task.cancel()
                 reason = "storage had not answered when the job ended"
                 self._journal.append(ev.CheckpointSkipped(at=self._now(), step=self._commits[task], reason=reason))
+            self._take_down(self._ledger.complete(self._now(), self._gone()))  # what came meanwhile
         await self._checkpoints.finish(STORAGE_S)
         self._peers.dismiss_all("the job has ended")
         if self._last_fact is not None:

@@ -56,8 +56,8 @@ _WRITING = ".writing"
 
 #: Files read at a time. They wait for storage more than they compute.
 _THREADS = 8
-#: A file of which nothing has come for so many seconds is given up.
-_FILE_LIMIT_S = 600.0
+#: A file whose footer has not come for so many seconds is given up.
+_FOOTER_LIMIT_S = 600.0
 _log = logging.getLogger(__name__)
 
 Nulls = str | Mapping[str, Any]
@@ -90,6 +90,7 @@ def freeze(
         DataError: no rows, no Parquet files, a missing column, one of a type that does not become a tensor, nulls,
             lists of different lengths, too many different strings: named with column and count.
         ConfigError: options that make no sense.
+        StorageFailed: the footer of a file does not come.
     """
     if not (nulls == "refuse" or isinstance(nulls, Mapping)):
         raise ConfigError(f"nulls={nulls!r}: 'refuse', or a value for each column to fill, as in {{'age': 0}}")
@@ -131,7 +132,7 @@ def _freeze_files(
     paths = _parquet_files(source)
     earlier = _earlier(folder)
     known = {(file.path, file.stamp): file.content for file in earlier.files} if earlier else {}
-    footers = list(_each(read_footer, paths))
+    footers = list(_each(read_footer, paths, _FOOTER_LIMIT_S))
     skeleton = _columns(name, footers, columns)
     _check_fill(fill, skeleton)
     to_scan = [column for column in skeleton if _needs_scan(column, footers)]
@@ -399,11 +400,11 @@ def _exists(manifest: Manifest) -> bool:
 # ---- places
 
 
-def _each(call: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
+def _each(call: Callable[[str], T], paths: Sequence[str], limit_s: float | None = None) -> Iterator[T]:
     """``call(path)`` of each, in their order, some at a time. A read that hangs is left behind by an interrupt.
 
     Raises:
-        StorageFailed: nothing has come of a file for `_FILE_LIMIT_S`.
+        StorageFailed: nothing has come of a file for ``limit_s``.
     """
     todo: queue.SimpleQueue[tuple[str, Future[T]]] = queue.SimpleQueue()
     answers: list[Future[T]] = [Future() for _ in paths]
@@ -424,8 +425,8 @@ def _each(call: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
         threading.Thread(target=serve, name="elastic_spark files", daemon=True).start()
     try:
         for path, answer in zip(paths, answers, strict=True):
-            if not wait([answer], _FILE_LIMIT_S).done:
-                raise StorageFailed(f"nothing has come of {path} for {_FILE_LIMIT_S:.0f} s")
+            if not wait([answer], limit_s).done:
+                raise StorageFailed(f"nothing has come of {path} for {limit_s:.0f} s")
             yield answer.result()
     finally:
         over.set()

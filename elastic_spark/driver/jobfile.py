@@ -126,11 +126,12 @@ class JobFile:
         return f"the job at {self._uri} was taken over by process {taker.pid} on {taker.host}"
 
     def _look(self) -> None:
+        at = time.monotonic(), time.time()
         found = self.read()
         if found is not None and found.holder != self._holder:
             self._taker = found
         elif found is not None:
-            self._seen = time.monotonic(), time.time()
+            self._seen = at
 
     def _versions(self) -> list[int]:
         found = (_FILE.fullmatch(name) for name in self._storage.files(""))
