@@ -124,6 +124,11 @@ def test_a_driver_that_stood_still_asks_whose_the_job_is_before_it_tells_anythin
     bench.other.release("FINISHED")
 
 
+def stand_still(file):
+    """It is as long ago as that since this process has last renewed or seen its record."""
+    file._renewed = file._seen = (time.monotonic() - 20.0, time.time() - 20.0)
+
+
 def test_what_was_not_told_before_a_stand_still_waits_until_it_is_known_whose_the_job_is(bench, monkeypatch):
     """The tracking thread wakes as early as the one that renews."""
     monkeypatch.setattr(jobfile, "RENEW_S", 1_000.0)
@@ -131,7 +136,7 @@ def test_what_was_not_told_before_a_stand_still_waits_until_it_is_known_whose_th
 
     def end(journal):
         bench.take()
-        bench.run.job_file._renewed = (time.monotonic() - 20.0, time.time() - 20.0)
+        stand_still(bench.run.job_file)
         bench.run.tracker.publish(ev.MetricsReported(at=time.time(), step=1, values={"loss": 1.0}))
         limit = time.monotonic() + 60.0
         while not (spool.exists() and '"loss"' in spool.read_text()):
@@ -156,7 +161,7 @@ def test_a_driver_that_cannot_ask_whose_the_job_is_keeps_its_end(bench, monkeypa
         with bench.run.job_file._writing:
             folder.rename(aside)
             folder.touch()  # in its place: nothing can be listed or made there
-        bench.run.job_file._renewed = (time.monotonic() - 20.0, time.time() - 20.0)
+        stand_still(bench.run.job_file)
         journal.append(ev.MetricsReported(at=time.time(), step=1, values={"loss": 1.0}))
         return core.Ended("FINISHED")
 

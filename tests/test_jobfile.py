@@ -89,6 +89,7 @@ def test_a_driver_that_lost_the_job_leaves_it_to_the_new_holder(
 
 
 def test_a_driver_knows_whose_the_job_is_while_it_can_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobfile, "SEEN_S", 0.3)
     monkeypatch.setattr(jobfile, "STALE_S", 1.0)
     monkeypatch.setattr(jobfile, "RENEW_S", 0.05)
     folder, aside = tmp_path / "job", tmp_path / "aside"

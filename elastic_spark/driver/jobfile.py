@@ -36,6 +36,8 @@ RELEASE_S = 5.0
 #: Storage that does not say within so many seconds whose the job is, is not waited for.
 LOOK_S = 5.0
 STALE_S = 12.0
+#: A look at the record, one at each renewal, is knowledge for so long.
+SEEN_S = 6.0
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"job-(\d{9})\.json")
 
@@ -112,7 +114,7 @@ class JobFile:
         """Whether this driver knows whose the job is, without asking: it has lost it, or has renewed it within
         `STALE_S`, so that nobody may have taken it, or has just seen that it is its own, as on a disk that is full and
         takes no renewal. Not when this process has stood still for longer, or while the storage is away."""
-        return self._taker is not None or _age_s(self._renewed) < STALE_S or _age_s(self._seen) < 2 * RENEW_S
+        return self._taker is not None or _age_s(self._renewed) < STALE_S or _age_s(self._seen) < SEEN_S
 
     def require(self) -> None:
         """Raises JobHeld where another driver has taken the job from this one, StorageFailed where that cannot be told.
